@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engram layer: table rows chosen by hashed n-grams, gated into every residual stream (docs/model.md, section 8)."""
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.reader import Checkpoint
+from ..config import ModelConfig
+from ..formats import decode_fp8_rows
+from ..linear import Linear, fill, frozen, rms_scale, sigmoid
+from ..numerics import Numerics
+from .hashing import EngramLayout, row_ids
+
+
+class EngramTable(nn.Module):
+    """The table's rows as stored (e4m3fn, one ue8m0 scale per 32), left in the memory-mapped file; decoded on look-up."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.weight = frozen(rows, dim, dtype=torch.float8_e4m3fn)
+        self.scale = frozen(rows, dim // 32, dtype=torch.uint8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows int64 [B, T, columns] to [B, T, columns * dim] fp32, exact in bf16."""
+        index = rows.flatten()
+        weight = self.weight.view(torch.uint8).index_select(0, index).view(torch.float8_e4m3fn)
+        return decode_fp8_rows(weight, self.scale.index_select(0, index)).view(*rows.shape[:2], -1)
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Maps ``name``.weight and ``name``.scale."""
+        fill(self, "weight", checkpoint.mapped(f"{name}.weight"))
+        fill(self, "scale", checkpoint.mapped(f"{name}.scale"))
+
+
+class Engram(nn.Module):
+    """One engram layer. ``look_up`` depends on token ids only; ``forward`` adds the gated value to the streams."""
+
+    def __init__(self, config: ModelConfig, layout: EngramLayout, numerics: Numerics, exact_tokens: int):
+        super().__init__()
+        hc, d = config.hc_mult, config.hidden_size
+        self.layout, self.numerics, self.eps = layout, numerics, config.rms_norm_eps
+        self.embed = EngramTable(layout.rows, config.engram_head_dim)
+        width = config.engram_columns * config.engram_head_dim
+        self.wkv = Linear(width, (hc + 1) * d, numerics.dtype, exact_tokens, fp8=True)
+        self.q_weight = frozen(hc, d)
+        self.k_weight = frozen(hc, d)
+
+    def look_up(self, windows: Tensor) -> Tensor:
+        """n-gram windows int [B, T, n] of compressed ids to keys and value [B, T, hc + 1, d]."""
+        rows = self.embed(row_ids(windows, self.layout)).to(self.numerics.dtype)
+        return self.wkv(self.numerics.activation(rows)).unflatten(-1, (-1, self.q_weight.shape[1]))
+
+    def forward(self, x: Tensor, kv: Tensor) -> Tensor:
+        """Streams x [B, T, hc, d] and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""
+        wide, key, value = x.float(), kv[..., :-1, :].float(), kv[..., -1:, :].float()
+        dot = (wide * (self.q_weight * self.k_weight) * key).sum(-1, keepdim=True)
+        dot = dot * rms_scale(wide, self.eps) * rms_scale(key, self.eps) * x.shape[-1] ** -0.5
+        gate = sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
+        return torch.addcmul(wide, gate, value).to(x.dtype)

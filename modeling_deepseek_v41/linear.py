@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers, the norm and the embedding, each reading its tensors from the checkpoint in the stored format."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .checkpoint.reader import Checkpoint
+from .formats import decode_fp8
+from .rows import tiled_linear
+
+SLICE_BYTES = 64 << 20
+"""Stored bytes decoded at a time while loading."""
+
+
+def frozen(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """An uninitialised weight of inference: no gradient."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def fill(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a loaded tensor in the place of the uninitialised weight ``name``; it must have its shape and dtype."""
+    expected = getattr(module, name)
+    if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+class Linear(nn.Module):
+    """y = x W^T accumulated in fp32, result in ``dtype``; W [n, k] is held in fp32, an exact decoding of what is stored.
+
+    ``fp8`` weights are stored as e4m3fn with ue8m0 block scales; their caller passes the input through
+    ``Numerics.activation`` first, once for all linears that share it. Other weights take the activation as it is.
+    """
+
+    def __init__(self, k: int, n: int, dtype: torch.dtype, exact_tokens: int, *, fp8: bool = False):
+        super().__init__()
+        self.weight = frozen(n, k)
+        self.dtype, self.exact_tokens, self.fp8 = dtype, exact_tokens, fp8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, k] of any float dtype to [B, T, n] in ``dtype``."""
+        return tiled_linear(x.float(), self.weight, self.exact_tokens).to(self.dtype)
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time."""
+        n, k = self.weight.shape
+        step = max(32, SLICE_BYTES // (4 * k) // 32 * 32)
+        weight = torch.empty(n, k)
+        for row in range(0, n, step):
+            stop = min(row + step, n)
+            stored = checkpoint.rows(f"{name}.weight", row, stop)
+            if self.fp8:
+                stored = decode_fp8(stored, checkpoint.rows(f"{name}.scale", row // 32, -(-stop // 32)))
+            weight[row:stop] = stored
+        fill(self, "weight", weight)
+
+
+class Embedding(nn.Module):
+    """Token embedding, weight [vocab, d] bf16 as stored; a rank of several holds its share of consecutive rows."""
+
+    def __init__(self, vocab: int, d: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = frozen(vocab, d, dtype=torch.bfloat16)
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor, rank: Tensor) -> Tensor:
+        """ids [B, T] int64 and this process's rank [1] to [B, T, d] in ``dtype``."""
+        return F.embedding(ids - rank * self.weight.shape[0], self.weight).to(self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, cast back to x's dtype."""
+
+    def __init__(self, d: int, eps: float):
+        super().__init__()
+        self.weight = frozen(d)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d] to the same shape and dtype."""
+        wide = x.float()
+        return (wide * rms_scale(wide, self.eps) * self.weight).to(x.dtype)
+
+
+def rms_scale(x: Tensor, eps: float) -> Tensor:
+    """rsqrt(mean(x^2) + eps) over the last dimension of fp32 ``x``: [..., 1]."""
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), fp32. Unlike torch.sigmoid, its bits do not depend on an element's place in the tensor."""
+    return x.neg().exp_().add_(1.0).reciprocal_()

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a release-format folder to a model: strict, streaming, every tensor either read or named as unused."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoint.reader import Checkpoint
+from .checkpoint.spec import is_vision
+from .config import load_config
+from .engram.token_map import token_map
+from .errors import RequestError
+from .linear import fill
+from .model import DeepseekV41Model
+from .numerics import numerics_by_name
+from .rope import rope_table
+
+DEFAULT_MAX_SEQ_LEN = 8192
+"""Positions to allocate state for where the caller does not say; the release's configuration allows 1,048,576."""
+
+
+def load_model(
+    folder: str | Path,
+    numerics: str = "release",
+    max_seq_len: int | None = None,
+    expert_storage: str = "decoded",
+    progress: bool = True,
+) -> DeepseekV41Model:
+    """Reads the text backbone from ``folder`` in the arithmetic ``numerics`` (release, fp32, fp32_no_qdq).
+
+    ``max_seq_len``: positions that state and rotary tables are made for, at most the configuration's
+    max_position_embeddings and by default at most 8,192. ``expert_storage``: decoded or bytes (experts.py). Raises
+    ConfigError, CheckpointError or RequestError naming file, key or tensor. The drafter's and the vision tower's tensors
+    are checked but not read.
+    """
+    config = load_config(folder)
+    arithmetic = numerics_by_name(numerics)
+    limit = config.max_position_embeddings
+    length = min(limit, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
+    if not 1 <= length <= limit:
+        raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length}")
+    checkpoint = Checkpoint(folder, config, progress=progress)
+    with torch.device("meta"):
+        model = DeepseekV41Model(config, arithmetic, length, expert_storage)
+    load_weights(model, checkpoint)
+    checkpoint.finish(lambda name: is_vision(name) or name.startswith("mtp."))
+    model.rope_plain = rope_table(config, False, length)
+    model.rope_compressed = rope_table(config, True, length)
+    model.token_map = (
+        token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
+    )
+    return model.eval()
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> None:
+    """Fills ``model``, whose module names are the checkpoint's; ``prefix`` stands before them (such as ``mtp.0.``).
+
+    A module with a ``load`` method reads its own tensors and decides how it keeps them; other parameters are read under
+    their own name and kept in the parameter's dtype, which holds the stored values exactly.
+    """
+    for name, module in model.named_modules():
+        path = (prefix + name).rstrip(".")
+        if hasattr(module, "load"):
+            module.load(checkpoint, path)
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            stored = checkpoint.tensor(f"{path}.{key}" if path else key)
+            fill(module, key, stored.to(parameter.dtype, copy=True))

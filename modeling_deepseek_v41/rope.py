@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding of the last columns, adjacent pairs as complex numbers (docs/model.md, section 4)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig, RopeScaling
+
+
+def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """The angle per position of each of the dim/2 pairs, fp32; with ``scaling``, YaRN's blend of theta^(-2i/dim)."""
+    inverse = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if scaling is None:
+        return inverse
+
+    def boundary(rotations: float) -> float:
+        return dim * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(theta))
+
+    low = max(math.floor(boundary(scaling.beta_fast)), 0)
+    high = min(math.ceil(boundary(scaling.beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inverse / scaling.factor * ramp + inverse * (1 - ramp)
+
+
+def rope_table(config: ModelConfig, compressed: bool, positions: int) -> Tensor:
+    """cos and sin of every position, [positions, 2, qk_rope_head_dim / 2] fp32.
+
+    ``compressed`` chooses the family of layers with a ratio above 0 (compress_rope_theta, YaRN), else rope_theta without.
+    """
+    theta = config.compress_rope_theta if compressed else config.rope_theta
+    inverse = frequencies(config.qk_rope_head_dim, theta, config.rope_scaling if compressed else None)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def rotate(x: Tensor, table: Tensor, back: bool = False) -> Tensor:
+    """Rotates the last R columns of x [B, T, (heads,) D] by ``table`` [B, T, 2, R/2], or back by its conjugate.
+
+    fp32 inside, result in x's dtype.
+    """
+    cos, sin = table.unbind(-2)
+    if x.dim() == 4:
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    if back:
+        sin = -sin
+    width = 2 * cos.shape[-1]
+    even, odd = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    return torch.cat([x[..., :-width], turned.to(x.dtype)], -1)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row independence: in decode and verification a row's bits do not depend on how many rows run beside it.
+
+A matrix library may add up a row's products in another order when the number of rows changes. Calls of at most
+``exact_tokens`` tokens per sequence (decode and verification) therefore run in tiles of a fixed number of rows; longer
+calls (prefill) run as they are. The tile is a property of the arithmetic, so plain decoding, batches and verification
+of drafts give the same bits (docs/model.md, section 9).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LINEAR_TILE = 3
+"""Rows per matrix product in decode: three cost about as much as one, for the weight is read once."""
+
+PREFILL_TILE = 64
+"""Rows per call of a per-row function in prefill: bounds its temporary memory."""
+
+
+def tiled_linear(x: Tensor, weight: Tensor, exact_tokens: int) -> Tensor:
+    """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n] fp32, in fixed tiles where T <= exact_tokens."""
+    if x.shape[1] > exact_tokens:
+        return F.linear(x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    if count % LINEAR_TILE:
+        rows = F.pad(rows, (0, 0, 0, -count % LINEAR_TILE))
+    tiles = [F.linear(tile, weight) for tile in rows.split(LINEAR_TILE)]
+    out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return out[:count].view(*x.shape[:2], -1)
+
+
+def by_rows(function: Callable[..., Tensor], exact_tokens: int, *tensors: Tensor) -> Tensor:
+    """Applies ``function`` to tensors [B, T, ...], a row at a time where T <= exact_tokens, else all at once.
+
+    ``function`` takes tensors [B', T', ...] and returns one tensor [B', T', ...]; a row at a time means B' = T' = 1.
+    """
+    batch, tokens = tensors[0].shape[:2]
+    if tokens > exact_tokens or batch * tokens == 1:
+        return function(*tensors)
+    rows = zip(*(tensor.flatten(0, 1).split(1) for tensor in tensors), strict=True)
+    return torch.cat([function(*(part.unsqueeze(0) for part in row)) for row in rows], 1).unflatten(1, (batch, tokens))[0]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit state, addressed by absolute position (docs/model.md, section 10).
+
+Rings keep the last rows of a sequence at slot = position mod ring length, with slack for rejected drafts; compressed KV
+and index keys are kept by group number. A row is read only where its position says that it belongs to the query's past,
+so rejected rows need no rollback and a reused batch slot needs no clearing. Every state has one row more than it
+addresses: padding and inactive rows write there and nothing reads it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+GROUP_TILE = 512
+"""Compressed groups are read in whole tiles, so that a score does not depend on how far a call reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """One state tensor: its name, shape (batch slots first) and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def state_spec(config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len: int) -> list[StateSpec]:
+    """The declared order of the backbone's state for ``slots`` sequences of at most ``max_seq_len`` positions.
+
+    swa.{l} [slots, C, head_dim]: window KV of every layer, ring. ckv.{o} [slots, G, head_dim] and ikey.{o}
+    [slots, index_head_dim, G]: compressed KV and index keys of every kv source, by group. craw.{o} [slots, R, 2, head_dim]
+    fp32: the (kv, score) rows of an incomplete group, where the ratio is above 1, ring. tok [slots, N] int32: the last
+    compressed token ids, ring, where there are engram layers.
+    """
+    slack = 2 * (config.dspark_block_size + 1)
+    dim = config.head_dim
+    spec = [
+        StateSpec(f"swa.{layer}", (slots, config.sliding_window + slack + 1, dim), dtype)
+        for layer in range(config.num_hidden_layers)
+    ]
+    for source in config.kv_source_layer_ids:
+        ratio = config.compress_ratios[source]
+        groups = -(-(max_seq_len // ratio + 1) // GROUP_TILE) * GROUP_TILE
+        spec.append(StateSpec(f"ckv.{source}", (slots, groups, dim), dtype))
+        spec.append(StateSpec(f"ikey.{source}", (slots, config.index_head_dim, groups), dtype))
+        if ratio > 1:
+            spec.append(StateSpec(f"craw.{source}", (slots, ratio + slack + 1, 2, dim), torch.float32))
+    if config.engram_layer_ids:
+        spec.append(StateSpec("tok", (slots, config.engram_max_ngram_size + slack + 1), torch.int32))
+    return spec
+
+
+def allocate(spec: list[StateSpec], device: torch.device | str = "cpu") -> list[Tensor]:
+    """Zeroed tensors in the order of ``spec``."""
+    return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in spec]
+
+
+class Call(NamedTuple):
+    """What every layer of one forward call knows about its rows. B sequences of T tokens, the first ``length`` of them real."""
+
+    start: Tensor
+    """[B] int64, position of the first token."""
+    length: Tensor
+    """[B] int64, real tokens of this call; the rest is padding."""
+    slot: Tensor
+    """[B] int64, state slot; -1 marks an inactive row."""
+    positions: Tensor
+    """[B, T] int64."""
+    reach: Tensor
+    """[B, T] int64, number of real positions up to and including each token: min(position + 1, start + length)."""
+    read_len: int
+    """Positions, from 0, whose compressed entries this call may read: a constant of the bucket."""
+
+
+def make_call(start: Tensor, length: Tensor, slot: Tensor, tokens: int, read_len: int) -> Call:
+    """Derives the rows of a call; ``start``, ``length`` and ``slot`` are [B] integers."""
+    start, length, slot = start.long(), length.long(), slot.long()
+    positions = start[:, None] + torch.arange(tokens, device=start.device)
+    reach = torch.minimum(positions + 1, (start + length)[:, None])
+    return Call(start, length, slot, positions, reach, read_len)
+
+
+class State:
+    """The flat list of state tensors of one forward, by name. Writes are in place, so outputs alias inputs."""
+
+    def __init__(self, spec: list[str], tensors: tuple[Tensor, ...]):
+        self.tensors = dict(zip(spec, tensors, strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def history(self, name: str, call: Call, rows: int) -> Tensor:
+        """The ``rows`` positions before the call's first token from ring ``name``: [B, rows, ...], 0 before the sequence."""
+        ring = self.tensors[name]
+        positions = call.start[:, None] + torch.arange(-rows, 0, device=ring.device)
+        index = positions % (ring.shape[1] - 1)
+        found = ring[call.slot.clamp_min(0)[:, None], index]
+        before = (positions < 0).view(*positions.shape, *[1] * (ring.dim() - 2))
+        return found.masked_fill(before, 0)
+
+    def write_ring(self, name: str, rows: Tensor, call: Call) -> None:
+        """Writes the call's real rows [B, T, ...] to ring ``name`` by position; of a long call, the last that fit."""
+        ring = self.tensors[name]
+        size = ring.shape[1] - 1
+        order = call.positions - call.start[:, None]
+        length = call.length[:, None]
+        keep = (order < length) & (order >= length - size)
+        self._write(ring, rows, call, call.positions % size, keep)
+
+    def write_groups(self, name: str, rows: Tensor, call: Call, groups: Tensor, complete: Tensor) -> None:
+        """Writes rows [B, n, ...] of the groups [B, n] that the call completes to the [slots, G, ...] state ``name``."""
+        state = self.tensors[name]
+        self._write(state.mT if name.startswith("ikey.") else state, rows, call, groups, complete)
+
+    def _write(self, state: Tensor, rows: Tensor, call: Call, index: Tensor, keep: Tensor) -> None:
+        """Rows that are not kept, and all rows of inactive sequences, go to the last row, which nothing reads."""
+        keep = keep & (call.slot >= 0)[:, None]
+        index = torch.where(keep, index, state.shape[1] - 1)
+        state.index_put_((call.slot.clamp_min(0)[:, None], index), rows.to(state.dtype))
+
+
+def windows(history: Tensor, rows: Tensor) -> Tensor:
+    """History [B, n, ...] and the call's rows [B, T, ...] as one stretch of consecutive positions [B, n + T, ...]."""
+    return torch.cat([history.to(rows.dtype), rows], 1)
+
+
+def groups_read(call: Call, ratio: int, capacity: int) -> int:
+    """Compressed groups that a call of ``read_len`` reads: whole tiles, at most the state's ``capacity``."""
+    return min(-(-(call.read_len // ratio) // GROUP_TILE) * GROUP_TILE, capacity)
