@@ -104,7 +104,7 @@ class Attention(nn.Module):
                     chosen = topk_idxs[row, part] >= 0
                     cache = state[f"ckv.{self.source}"]
                     index = topk_idxs[row, part].clamp_min(0) + call.slot[row].clamp_min(0) * cache.shape[1]
-                    far = cache.flatten(0, 1)[index].float().masked_fill(~chosen.unsqueeze(-1), 0)
+                    far = cache.flatten(0, 1)[index].masked_fill_(~chosen.unsqueeze(-1), 0).float()
                 out.append(
                     sparse_attention(q[row, part].float(), near, seen, far, chosen, self.attn_sink, self.numerics.dtype)
                 )

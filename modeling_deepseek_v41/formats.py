@@ -61,10 +61,10 @@ def _groups(x: Tensor, size: int) -> Tensor:
     return x.float().unflatten(-1, (-1, size))
 
 
-def _power_of_two_scale(groups: Tensor, floor: float, largest: float) -> Tensor:
-    """The int32 bit pattern of s = 2^ceil(log2(amax / largest)), [..., 1] per group."""
+def _power_of_two_scale(groups: Tensor, floor: float, largest: float, below: int = 0) -> Tensor:
+    """The int32 bit pattern of 2^-below * s, with s = 2^ceil(log2(amax / largest)), [..., 1] per group."""
     ratio = groups.abs().amax(-1, keepdim=True).clamp_min_(floor).mul_(1.0 / largest)
-    return ratio.view(torch.int32).add_((1 << MANTISSA_BITS) - 1).bitwise_and_(EXPONENT)
+    return ratio.view(torch.int32).add_(((1 - below) << MANTISSA_BITS) - 1).bitwise_and_(EXPONENT)
 
 
 def qdq_fp8(x: Tensor) -> Tensor:
@@ -74,8 +74,7 @@ def qdq_fp8(x: Tensor) -> Tensor:
     smallest normal exponent -6; |x/s| <= 448 by construction, so nothing saturates.
     """
     groups = _groups(x, 32)
-    scale = _power_of_two_scale(groups, FP8_FLOOR, FP8_MAX)
-    return round_to_grid(groups, 3, scale.sub_(6 << MANTISSA_BITS)).flatten(-2)
+    return round_to_grid(groups, 3, _power_of_two_scale(groups, FP8_FLOOR, FP8_MAX, below=6)).flatten(-2)
 
 
 def qdq_fp4_ue8m0(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifold-constrained hyper-connections (mHC): the residual is hc streams, mixed around every sublayer.
 
-Source: docs/model.md, section 3. All of it is fp32; ``comb`` is indexed [from, to].
+Source: docs/model.md, section 3. All of it is fp32; ``comb`` is indexed [from, to]. The streams are fp32 tensors whose
+values are rounded to the arithmetic's dtype, so that nothing has to be widened before it is mixed.
 """
 
 import torch
@@ -27,7 +28,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Streams x [B, T, hc, d] to pre [B, T, hc], post [B, T, hc] and comb [B, T, hc, hc], all fp32."""
-        flat = x.flatten(-2).float()
+        flat = x.flatten(-2)
         mixes = tiled_linear(flat, self.fn, self.exact_tokens) * rms_scale(flat, self.norm_eps)
         mixes = torch.addcmul(self.base, mixes, self.scale)
         gates = sigmoid(mixes[..., : 2 * self.hc])
@@ -60,19 +61,23 @@ def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     return (k / (row * column.mT)).view(logits.shape)
 
 
-def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """The sublayer's input: sum over streams of pre [B, T, hc] times x [B, T, hc, d], in x's dtype."""
-    return (x.float() * pre.unsqueeze(-1)).sum(-2).to(x.dtype)
+def collapse(x: Tensor, pre: Tensor, dtype: torch.dtype, exact_tokens: int) -> Tensor:
+    """The sublayer's input: sum over streams of pre [B, T, hc] times x [B, T, hc, d], rounded to ``dtype``: [B, T, d]."""
+
+    def mix(x: Tensor, pre: Tensor) -> Tensor:
+        return torch.matmul(pre.unsqueeze(-2), x).squeeze(-2)
+
+    return by_rows(mix, exact_tokens, x, pre).to(dtype)
 
 
 def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, exact_tokens: int) -> Tensor:
-    """The streams after a sublayer: stream j is post[j] * y + sum over i of comb[i, j] * residual[i].
+    """The streams after a sublayer: stream j is post[j] * y + sum over i of comb[i, j] * residual[i], rounded to y's dtype.
 
-    y [B, T, d], residual [B, T, hc, d], post [B, T, hc], comb [B, T, hc, hc] to [B, T, hc, d] in residual's dtype.
+    y [B, T, d], residual [B, T, hc, d] fp32, post [B, T, hc], comb [B, T, hc, hc] to [B, T, hc, d] fp32.
     """
 
     def mix(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        carried = torch.matmul(comb.mT, residual.float())
-        return torch.addcmul(carried, post.unsqueeze(-1), y.float().unsqueeze(-2)).to(residual.dtype)
+        carried = torch.matmul(comb.mT, residual)
+        return carried.addcmul_(post.unsqueeze(-1), y.float().unsqueeze(-2))
 
-    return by_rows(mix, exact_tokens, y, residual, post, comb)
+    return by_rows(mix, exact_tokens, y, residual, post, comb).to(y.dtype).float()

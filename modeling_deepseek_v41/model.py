@@ -21,7 +21,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics, exact_tokens: int, expert_storage: str):
         super().__init__()
-        self.exact_tokens = exact_tokens
+        self.dtype, self.exact_tokens = numerics.dtype, exact_tokens
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hc_attn = HyperConnection(config, exact_tokens)
@@ -32,16 +32,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, pre_mix: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection
     ) -> tuple[Tensor, Tensor, Selection]:
-        """Streams x [B, T, hc, d] and the previous sublayer's pre [B, T, hc] to the new streams, pre and selection.
+        """Streams x [B, T, hc, d] fp32 and the previous sublayer's pre [B, T, hc] to the new streams, pre and selection.
 
         The pre coefficients are delayed by one sublayer: attention collapses with the previous layer's, the experts with
         those made before this layer's attention; post and comb are the sublayer's own.
         """
         attn_pre, attn_post, attn_comb = self.hc_attn(x)
-        y, selection = self.attn(self.attn_norm(collapse(x, pre_mix)), rotary, call, state, selection)
+        y, selection = self.attn(self.attn_norm(collapse(x, pre_mix, self.dtype, self.exact_tokens)), rotary, call, state, selection)
         x = expand(y, x, attn_post, attn_comb, self.exact_tokens)
         ffn_pre, ffn_post, ffn_comb = self.hc_ffn(x)
-        y = self.ffn(self.ffn_norm(collapse(x, attn_pre)))
+        y = self.ffn(self.ffn_norm(collapse(x, attn_pre, self.dtype, self.exact_tokens)))
         return expand(y, x, ffn_post, ffn_comb, self.exact_tokens), ffn_pre, selection
 
 
@@ -86,8 +86,8 @@ class DeepseekV41Model(nn.Module):
         store = State(self.state_names, state)
         rotary = Rotary(self.rope_plain, self.rope_compressed)
         kv_of = self._engram(ids, call, store)
-        h = self.embed(ids, rank)
-        x = h.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
+        dtype = self.numerics.dtype
+        x = self.embed(ids, rank).unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).float()
         pre_mix = torch.zeros(x.shape[:3], device=x.device)
         pre_mix[..., 0] = 1.0
         selection, taps = Selection(), []
@@ -95,9 +95,9 @@ class DeepseekV41Model(nn.Module):
             if index in kv_of:
                 x = layer.engram(x, kv_of[index])
             if index in self.config.dspark_target_layer_ids:
-                taps.append(x.float().mean(2).to(x.dtype))
+                taps.append(x.mean(2).to(dtype))
             x, pre_mix, selection = layer(x, pre_mix, rotary, call, store, selection)
-        hidden = self.norm(collapse(x, pre_mix))
+        hidden = self.norm(collapse(x, pre_mix, dtype, self.exact_tokens))
         return hidden, torch.cat(taps, -1) if taps else hidden[..., :0], *state
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -25,27 +25,28 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
 
 
 def rope_table(config: ModelConfig, compressed: bool, positions: int) -> Tensor:
-    """cos and sin of every position, [positions, 2, qk_rope_head_dim / 2] fp32.
+    """Rotary factors of every position, [positions, 2, qk_rope_head_dim] fp32, for ``rotate``.
 
-    ``compressed`` chooses the family of layers with a ratio above 0 (compress_rope_theta, YaRN), else rope_theta without.
+    Row 0 holds cos, row 1 sin, for both elements of each pair; sin is negative at the even one. ``compressed`` chooses the
+    family of layers with a ratio above 0 (compress_rope_theta, YaRN), else rope_theta without scaling.
     """
     theta = config.compress_rope_theta if compressed else config.rope_theta
     inverse = frequencies(config.qk_rope_head_dim, theta, config.rope_scaling if compressed else None)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return torch.stack([angles.cos(), angles.sin()], 1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1)], 1)
 
 
 def rotate(x: Tensor, table: Tensor, back: bool = False) -> Tensor:
-    """Rotates the last R columns of x [B, T, (heads,) D] by ``table`` [B, T, 2, R/2], or back by its conjugate.
+    """Rotates the last R columns of x [B, T, (heads,) D] by ``table`` [B, T, 2, R], or back by its conjugate.
 
-    fp32 inside, result in x's dtype.
+    (a + bi)(cos + i sin) = (a cos - b sin) + (b cos + a sin) i on adjacent pairs; fp32 inside, result in x's dtype.
     """
-    cos, sin = table.unbind(-2)
     if x.dim() == 4:
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    if back:
-        sin = -sin
-    width = 2 * cos.shape[-1]
-    even, odd = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    return torch.cat([x[..., :-width], turned.to(x.dtype)], -1)
+        table = table.unsqueeze(2)
+    cos, sin = table.unbind(-2)
+    plain, pairs = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
+    pairs = pairs.float()
+    swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = torch.addcmul(pairs * cos, swapped, sin, value=-1 if back else 1)
+    return torch.cat([plain, turned.to(x.dtype)], -1)

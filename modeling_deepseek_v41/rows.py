@@ -24,13 +24,15 @@ def tiled_linear(x: Tensor, weight: Tensor, exact_tokens: int) -> Tensor:
     """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n] fp32, in fixed tiles where T <= exact_tokens."""
     if x.shape[1] > exact_tokens:
         return F.linear(x, weight)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, 1)
     count = rows.shape[0]
     if count % LINEAR_TILE:
         rows = F.pad(rows, (0, 0, 0, -count % LINEAR_TILE))
-    tiles = [F.linear(tile, weight) for tile in rows.split(LINEAR_TILE)]
-    out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return out[:count].view(*x.shape[:2], -1)
+    if count <= LINEAR_TILE:
+        out = F.linear(rows, weight)
+    else:
+        out = torch.cat([F.linear(tile, weight) for tile in rows.split(LINEAR_TILE)])
+    return out[:count].unflatten(0, x.shape[:2])
 
 
 def by_rows(function: Callable[..., Tensor], exact_tokens: int, *tensors: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ class Engram(nn.Module):
         return self.wkv(self.numerics.activation(rows)).unflatten(-1, (-1, self.q_weight.shape[1]))
 
     def forward(self, x: Tensor, kv: Tensor) -> Tensor:
-        """Streams x [B, T, hc, d] and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""
-        wide, key, value = x.float(), kv[..., :-1, :].float(), kv[..., -1:, :].float()
-        dot = (wide * (self.q_weight * self.k_weight) * key).sum(-1, keepdim=True)
-        dot = dot * rms_scale(wide, self.eps) * rms_scale(key, self.eps) * x.shape[-1] ** -0.5
+        """Streams x [B, T, hc, d] fp32 and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""
+        key, value = kv[..., :-1, :].float(), kv[..., -1:, :].float()
+        dot = (x * (self.q_weight * self.k_weight) * key).sum(-1, keepdim=True)
+        dot = dot * rms_scale(x, self.eps) * rms_scale(key, self.eps) * x.shape[-1] ** -0.5
         gate = sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
-        return torch.addcmul(wide, gate, value).to(x.dtype)
+        return torch.addcmul(x, gate, value).to(kv.dtype).float()
