@@ -6,22 +6,20 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .linear import Linear, RMSNorm
-from .numerics import Numerics
-from .rope import rotate
+from .numerics import Arithmetic
 from .state import Call, State, windows
 
 
 class Compressor(nn.Module):
     """Latents of the groups that a call completes, before rotation: compressed KV and index keys are made of them."""
 
-    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics, exact_tokens: int):
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
         super().__init__()
-        self.layer, self.ratio, self.numerics = layer, config.compress_ratios[layer], numerics
-        raw = numerics.dtype if self.ratio == 1 else torch.float32
-        self.wkv = Linear(config.hidden_size, config.head_dim, raw, exact_tokens)
+        self.layer, self.ratio, self.numerics = layer, config.compress_ratios[layer], arithmetic
+        self.wkv = Linear(config.hidden_size, config.head_dim, arithmetic, rounds=self.ratio == 1)
         if self.ratio > 1:
-            self.wgate = Linear(config.hidden_size, config.head_dim, raw, exact_tokens)
-        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.wgate = Linear(config.hidden_size, config.head_dim, arithmetic, rounds=False)
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, arithmetic)
 
     def forward(self, x: Tensor, call: Call, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """The call's input x [B, T, d] to latents [B, n, D], group numbers [B, n] and whether each completes in this call.
@@ -36,15 +34,15 @@ class Compressor(nn.Module):
         if r == 1:
             return self.norm(self.wkv(x)), groups, complete
         raw = torch.stack([self.wkv(x), self.wgate(x)], 2)
-        rows = windows(state.history(f"craw.{self.layer}", call, r - 1), raw)
-        state.write_ring(f"craw.{self.layer}", raw, call)
+        rows = windows(state.history(f"craw.{self.layer}", r - 1), raw)
+        state.write_ring(f"craw.{self.layer}", raw)
         first = groups * r - call.start[:, None] + r - 1
         index = (first.unsqueeze(-1) + torch.arange(r, device=x.device)).clamp_max(rows.shape[1] - 1)
         kv, score = rows[torch.arange(x.shape[0], device=x.device)[:, None, None], index].unbind(3)
         pooled = (kv * score.softmax(2)).sum(2)
-        return self.norm(pooled.to(self.numerics.dtype)), groups, complete
+        return self.norm(self.numerics.round(pooled)), groups, complete
 
-    def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, call: Call, state: State) -> None:
+    def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, state: State) -> None:
         """Writes compressed KV: the latent rotated at its group's first position, then the fp4 QDQ."""
-        kv = self.numerics.compressed_kv(rotate(latent, table))
-        state.write_groups(f"ckv.{self.layer}", kv, call, groups, complete)
+        kv = self.numerics.compressed_kv(self.numerics.ops.rotate(latent, table, self.numerics))
+        state.write_groups(f"ckv.{self.layer}", kv, groups, complete)

@@ -238,7 +238,7 @@ def _rope_scaling(value: Any, source: str) -> RopeScaling | None:
     kind = value.get("rope_type", value.get("type"))
     if kind != "yarn":
         raise ConfigError(f"{source}: rope_scaling.rope_type: only 'yarn' (or rope_scaling null) is defined, found {kind!r}")
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for field in dataclasses.fields(RopeScaling):
         number = value.get(field.name)
         if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0 or not math.isfinite(number):
@@ -305,12 +305,12 @@ def _check_layers(c: ModelConfig) -> None:
             _require(0 <= layer < layers, c, f"{key}: layer {layer} is outside 0..{layers - 1}")
             _require(ratios[layer] > 0, c, f"{key}: layer {layer} has compress_ratios 0 and so no compressed KV")
     for layer in c.kv_source_layer_ids:
-        _require(layer in c.index_source_layer_ids, c, f"kv_source_layer_ids: layer {layer} must be in index_source_layer_ids too")
+        _require(layer in c.index_source_layer_ids, c, f"kv_source_layer_ids: layer {layer} is not in index_source_layer_ids")
     for layer in range(layers):
         if ratios[layer] == 0:
             continue
         sources = [source for source in c.kv_source_layer_ids if source <= layer]
-        _require(bool(sources), c, f"kv_source_layer_ids: layer {layer} has ratio {ratios[layer]} and no source at or before it")
+        _require(bool(sources), c, f"kv_source_layer_ids: layer {layer} (ratio {ratios[layer]}) has no source at or before it")
         _require(
             ratios[sources[-1]] == ratios[layer],
             c,
@@ -331,7 +331,7 @@ def _check_layers(c: ModelConfig) -> None:
     _require(
         reach >= c.index_topk,
         c,
-        f"candidate_topk_blocks x candidate_block_size: {reach} positions are sure to be reachable, index_topk needs {c.index_topk}",
+        f"candidate_topk_blocks x candidate_block_size: they surely reach {reach} positions, index_topk needs {c.index_topk}",
     )
 
 
@@ -341,7 +341,7 @@ def _check_engram(c: ModelConfig) -> None:
         return
     _require(len(set(ids)) == len(ids), c, f"engram_layer_ids: repeated layers in {list(ids)}")
     for layer in ids:
-        _require(0 <= layer < c.num_hidden_layers, c, f"engram_layer_ids: layer {layer} is outside 0..{c.num_hidden_layers - 1}")
+        _require(0 <= layer < c.num_hidden_layers, c, f"engram_layer_ids: layer {layer} is outside the backbone")
     _require(
         len(c.engram_num_embeddings) == len(ids),
         c,
@@ -358,9 +358,9 @@ def _check_drafter(c: ModelConfig) -> None:
     if c.num_nextn_predict_layers == 0:
         return
     ids = c.dspark_target_layer_ids
-    _require(bool(ids) and len(set(ids)) == len(ids), c, f"dspark_target_layer_ids: expected distinct layers, found {list(ids)}")
+    _require(bool(ids) and len(set(ids)) == len(ids), c, f"dspark_target_layer_ids: expected distinct layers: {list(ids)}")
     for layer in ids:
         _require(0 <= layer < c.num_hidden_layers, c, f"dspark_target_layer_ids: layer {layer} is outside the backbone")
     _require(c.dspark_block_size >= 1, c, f"dspark_block_size: expected 1 or more, found {c.dspark_block_size}")
     _require(c.dspark_markov_rank >= 1, c, f"dspark_markov_rank: expected 1 or more, found {c.dspark_markov_rank}")
-    _require(c.dspark_noise_token_id < c.vocab_size, c, f"dspark_noise_token_id: {c.dspark_noise_token_id} is outside vocab_size")
+    _require(c.dspark_noise_token_id < c.vocab_size, c, f"dspark_noise_token_id: {c.dspark_noise_token_id} >= vocab_size")

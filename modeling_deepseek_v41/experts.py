@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routed experts' storage, and the operation over them that reads the chosen experts only.
+"""The experts' storage, and the operation over them that reads the chosen experts only.
 
 ``local_experts`` is one operation to a graph: which experts it reads is decided inside, as a kernel would, so the model
 around it reads nothing on the host (docs/model.md, section 7).
@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from .checkpoint.reader import Checkpoint
 from .errors import RequestError
-from .formats import decode_fp4, qdq_fp8
+from .formats import decode_fp4
 from .linear import fill, frozen, sigmoid
+from .numerics import Arithmetic
 
 EXPERT_STORAGE = ("decoded", "bytes")
 
@@ -20,21 +21,27 @@ EXPERT_STORAGE = ("decoded", "bytes")
 class ExpertBank(nn.Module):
     """The weights of all experts of a layer, w1 and w3 stacked: w13 [E, 2I, d], w2 [E, d, I].
 
-    ``decoded`` keeps them in ``dtype``, which holds every fp4 weight exactly; ``bytes`` keeps the stored nibbles
-    [E, n, k/2] and scales [E, n, k/32] (uint8) and decodes the chosen experts at each use: a quarter of the memory, slower.
+    ``decoded`` keeps them in the arithmetic's dtype, which holds every fp4 weight exactly; ``bytes`` keeps the stored
+    nibbles [E, n, k/2] and scales [E, n, k/32] (uint8) and decodes the chosen experts at each use: a quarter of the
+    memory, slower.
     """
 
-    def __init__(self, experts: int, d: int, inter: int, dtype: torch.dtype, storage: str):
+    def __init__(self, experts: int, d: int, inter: int, arithmetic: Arithmetic, storage: str):
         super().__init__()
         if storage not in EXPERT_STORAGE:
             raise RequestError(f"expert_storage: expected one of {', '.join(EXPERT_STORAGE)}, found {storage!r}")
-        self.inter, self.as_bytes = inter, storage == "bytes"
-        pack, kind = (2, torch.uint8) if self.as_bytes else (1, dtype)
+        self.inter, self.arithmetic = inter, arithmetic
+        as_bytes = storage == "bytes"
+        pack, kind = (2, torch.uint8) if as_bytes else (1, arithmetic.dtype)
         self.w13 = frozen(experts, 2 * inter, d // pack, dtype=kind)
         self.w2 = frozen(experts, d, inter // pack, dtype=kind)
-        scales = 32 if self.as_bytes else 0
-        self.w13_scale = frozen(experts, 2 * inter, d // scales, dtype=torch.uint8) if scales else None
-        self.w2_scale = frozen(experts, d, inter // scales, dtype=torch.uint8) if scales else None
+        self.w13_scale = frozen(experts, 2 * inter, d // 32, dtype=torch.uint8) if as_bytes else None
+        self.w2_scale = frozen(experts, d, inter // 32, dtype=torch.uint8) if as_bytes else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """w13 and w2, each followed by its scales where they are kept as bytes."""
+        return [tensor for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale) if tensor is not None]
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Reads ``name``.{e}.{w1,w2,w3}.{weight,scale} of every expert."""
@@ -59,68 +66,91 @@ class ExpertBank(nn.Module):
         return None if scales is None else scales[expert, rows]
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, +-limit), fp32; limit 0 means no clamp."""
+def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """The input of w2: gate, up = halves of gate_up [..., 2I] fp32; silu(gate) * up * routing [...], rounded, fp8 QDQ.
+
+    gate is clamped from above and up on both sides to ``limit``; 0 means no clamp. No ``routing`` means 1.
+    """
+    gate, up = gate_up.chunk(2, -1)
     if limit > 0:
         gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
-    return gate * sigmoid(gate) * up
+    h = gate * sigmoid(gate) * up
+    if routing is not None:
+        h = h * routing.unsqueeze(-1)
+    return arithmetic.activation(arithmetic.round(h))
 
 
-@torch.library.custom_op("deepseek_v41::local_experts", mutates_args=())
-def local_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor | None,
-    limit: float,
-    exact_tokens: int,
-    quantize: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The weighted sum of each row's chosen experts: x [B, T, d] fp32, ids and weights [B, T, k] to [B, T, d] fp32.
+_LIBRARY = torch.library.Library("deepseek_v41", "DEF")
+_LIBRARY.define(
+    "local_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] bank, Tensor[] shared, float limit, ScalarType dtype,"
+    " bool quantize, int exact_tokens, str kernels) -> Tensor"
+)
 
-    Per expert: gate, up = x W13^T rounded to ``dtype``, h = silu(gate) * up * routing weight, rounded,
-    fp8 QDQ where ``quantize``, y = h W2^T rounded; summed in fp32. Rows of decode (T <= exact_tokens) run one by one.
+
+def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
+    """Each row's chosen experts, weighted, and the ``shared`` one: x [B, T, d] fp32, ids, weights [B, T, k] to [B, T, d] fp32.
+
+    Per expert: gate, up = x W13^T rounded to the arithmetic's dtype, h = silu(gate) * up * routing weight, rounded, fp8
+    QDQ where the arithmetic asks for it, y = h W2^T rounded; summed in fp32. x has passed that QDQ already. Rows of decode
+    (T <= exact_tokens) run one by one.
     """
+    a = bank.arithmetic
+    return torch.ops.deepseek_v41.local_experts(
+        x, ids, weights, bank.tensors, shared.tensors, limit, a.dtype, a.quantize_activations, a.exact_tokens, a.ops.name
+    )
+
+
+@torch.library.impl(_LIBRARY, "local_experts", "CPU")
+def _local_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], shared: list[Tensor], limit: float, dtype: torch.dtype,
+    quantize: bool, exact_tokens: int, kernels: str,
+) -> Tensor:  # fmt: skip
+    from .kernels.dispatch import operations
+
+    arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
     rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
-    run = _row_by_row if x.shape[1] <= exact_tokens else _expert_by_expert
-    return run(rows, chosen, routing, (w13, w13_scale, w2, w2_scale), limit, quantize, dtype).view(x.shape)
+    run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else expert_by_expert
+    only, one = chosen.new_zeros(rows.shape[0], 1), routing.new_ones(rows.shape[0], 1)
+    routed = run(rows, chosen, routing, as_bank(bank), limit, arithmetic)
+    return routed.add_(run(rows, only, one, as_bank(shared), limit, arithmetic)).view(x.shape)
 
 
-@local_experts.register_fake
-def _(x, ids, weights, w13, w13_scale, w2, w2_scale, limit, exact_tokens, quantize, dtype):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape, dtype=torch.float32)
+@torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
+def _shape(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
 
 
 Bank = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""w13, its scales, w2, its scales; scales where the weights are kept as bytes."""
+
+
+def as_bank(tensors: list[Tensor]) -> Bank:
+    """The inverse of ``ExpertBank.tensors``."""
+    if len(tensors) == 2:
+        return tensors[0], None, tensors[1], None
+    w13, w13_scale, w2, w2_scale = tensors
+    return w13, w13_scale, w2, w2_scale
 
 
 def _weight(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     return weights[expert] if scales is None else decode_fp4(weights[expert], scales[expert])
 
 
-def _activate(gate_up: Tensor, routing: Tensor, limit: float, quantize: bool, dtype: torch.dtype) -> Tensor:
-    gate, up = gate_up.float().chunk(2, -1)
-    h = (clamped_swiglu(gate, up, limit) * routing.unsqueeze(-1)).to(dtype)
-    return qdq_fp8(h) if quantize else h.float()
-
-
-def _row_by_row(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, quantize: bool, dtype: torch.dtype) -> Tensor:
+def expert_rows(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """The chosen experts' sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
     w13, s13, w2, s2 = bank
     sums = []
-    for row, (row_ids, row_routing) in enumerate(zip(ids.tolist(), routing, strict=True)):
-        token = x[row : row + 1]
-        gate_up = torch.cat([_product(token, _weight(w13, s13, expert), dtype) for expert in row_ids])
-        h = _activate(gate_up, row_routing, limit, quantize, dtype)
-        y = torch.cat([_product(h[i : i + 1], _weight(w2, s2, expert), dtype) for i, expert in enumerate(row_ids)])
-        sums.append(y.float().sum(0, keepdim=True))
+    for row, row_ids in enumerate(ids.tolist()):
+        token = x[row : row + 1].to(w13.dtype if s13 is None else torch.float32)
+        gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in row_ids])
+        h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing[row], limit, arithmetic).to(token.dtype)
+        y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(row_ids)])
+        sums.append(arithmetic.round(y).sum(0, keepdim=True))
     return torch.cat(sums)
 
 
-def _expert_by_expert(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, quantize: bool, dtype: torch.dtype) -> Tensor:
+def expert_by_expert(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
     w13, s13, w2, s2 = bank
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
@@ -130,12 +160,7 @@ def _expert_by_expert(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit
         if not counts[expert]:
             continue
         rows = places // k
-        gate_up = F.linear(x[rows], _weight(w13, s13, expert).float()).to(dtype)
-        h = _activate(gate_up, routing.flatten()[places], limit, quantize, dtype)
-        out.index_add_(0, rows, F.linear(h, _weight(w2, s2, expert).float()).to(dtype).float())
+        gate_up = arithmetic.round(F.linear(x[rows], _weight(w13, s13, expert).float()))
+        h = arithmetic.ops.swiglu(gate_up, routing.flatten()[places], limit, arithmetic)
+        out.index_add_(0, rows, arithmetic.round(F.linear(h, _weight(w2, s2, expert).float())))
     return out
-
-
-def _product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [1, k] fp32 times weight [n, k]: accumulated in fp32, rounded to ``dtype``; x is exact in the weight's dtype."""
-    return F.linear(x.to(weight.dtype), weight).to(dtype)

@@ -84,7 +84,7 @@ def qdq_fp4_ue8m0(x: Tensor) -> Tensor:
 
 
 def qdq_fp4_e4m3(x: Tensor) -> Tensor:
-    """QDQ of compressed KV [..., k]: per 16 values, s = e4m3fn(max(amax, 6*2^-9) / 6), e2m1(x/s) clamped to 6, times s, fp32."""
+    """QDQ of compressed KV [..., k]: per 16, s = e4m3fn(max(amax, 6*2^-9) / 6), e2m1(x/s) clamped to 6, times s, fp32."""
     groups = _groups(x, 16)
     ratio = groups.abs().amax(-1, keepdim=True).clamp_min_(COMPRESSED_FLOOR).div_(FP4_MAX)
     scale = round_to_grid(ratio, 3, (127 - 6) << MANTISSA_BITS).clamp_max_(FP8_MAX)

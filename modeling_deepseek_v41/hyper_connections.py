@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifold-constrained hyper-connections (mHC): the residual is hc streams, mixed around every sublayer.
 
-Source: docs/model.md, section 3. All of it is fp32; ``comb`` is indexed [from, to]. The streams are fp32 tensors whose
-values are rounded to the arithmetic's dtype, so that nothing has to be widened before it is mixed.
+Source: docs/model.md, section 3. All coefficients are fp32; ``comb`` is indexed [from, to].
 """
 
 import torch
@@ -10,32 +9,27 @@ from torch import Tensor, nn
 
 from .checkpoint.reader import Checkpoint
 from .config import ModelConfig
-from .linear import fill, frozen, rms_scale, sigmoid
-from .rows import by_rows, tiled_linear
+from .linear import fill, frozen, rms_norm, rms_scale, sigmoid
+from .numerics import Arithmetic
+from .rows import by_rows
 
 
 class HyperConnection(nn.Module):
     """The mixing coefficients of one sublayer, computed from the streams before it."""
 
-    def __init__(self, config: ModelConfig, exact_tokens: int):
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
         super().__init__()
         self.hc, self.eps, self.norm_eps = config.hc_mult, config.hc_eps, config.rms_norm_eps
-        self.rounds, self.exact_tokens = config.hc_sinkhorn_iters - 1, exact_tokens
-        mixes = (2 + self.hc) * self.hc
-        self.fn = frozen(mixes, self.hc * config.hidden_size)
-        self.base = frozen(mixes)
-        self.scale = frozen(mixes)
+        self.rounds, self.arithmetic = config.hc_sinkhorn_iters - 1, arithmetic
+        count = (2 + self.hc) * self.hc
+        self.fn = frozen(count, self.hc * config.hidden_size)
+        self.base = frozen(count)
+        self.scale = frozen(count)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Streams x [B, T, hc, d] to pre [B, T, hc], post [B, T, hc] and comb [B, T, hc, hc], all fp32."""
-        flat = x.flatten(-2)
-        mixes = tiled_linear(flat, self.fn, self.exact_tokens) * rms_scale(flat, self.norm_eps)
-        mixes = torch.addcmul(self.base, mixes, self.scale)
-        gates = sigmoid(mixes[..., : 2 * self.hc])
-        pre = gates[..., : self.hc] + self.eps
-        post = 2 * gates[..., self.hc :]
-        comb = mixes[..., 2 * self.hc :].unflatten(-1, (self.hc, self.hc))
-        return pre, post, sinkhorn(comb, self.rounds, self.eps)
+        raw = self.arithmetic.ops.linear(x.flatten(-2), self.fn, False, self.arithmetic)
+        return self.arithmetic.ops.mixes(raw, x, self.scale, self.base, self.rounds, self.eps, self.norm_eps, self.arithmetic)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Reads ``name``_fn, _base and _scale [3], the last spread over the mixes that it scales."""
@@ -43,6 +37,20 @@ class HyperConnection(nn.Module):
         fill(self, "fn", checkpoint.tensor(f"{name}_fn").clone())
         fill(self, "base", checkpoint.tensor(f"{name}_base").clone())
         fill(self, "scale", checkpoint.tensor(f"{name}_scale").repeat_interleave(spread))
+
+
+def mixes(
+    raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pre, post and comb from raw = flatten(x) fn^T [B, T, (2 + hc) * hc]; x [B, T, hc, d], scale and base like raw's last.
+
+    ``rounds``: of row and column normalisation after the first column one.
+    """
+    hc = x.shape[-2]
+    logits = torch.addcmul(base, raw * rms_scale(x.flatten(-2), norm_eps), scale)
+    gates = sigmoid(logits[..., : 2 * hc])
+    comb = logits[..., 2 * hc :].unflatten(-1, (hc, hc))
+    return gates[..., :hc] + eps, 2 * gates[..., hc:], sinkhorn(comb, rounds, eps)
 
 
 def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
@@ -61,23 +69,26 @@ def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     return (k / (row * column.mT)).view(logits.shape)
 
 
-def collapse(x: Tensor, pre: Tensor, dtype: torch.dtype, exact_tokens: int) -> Tensor:
-    """The sublayer's input: sum over streams of pre [B, T, hc] times x [B, T, hc, d], rounded to ``dtype``: [B, T, d]."""
+def collapse(x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    """The sublayer's input: RMSNorm, with ``weight`` [d], of the sum over streams of pre [B, T, hc] times x [B, T, hc, d].
+
+    Both are rounded: [B, T, d] fp32.
+    """
 
     def mix(x: Tensor, pre: Tensor) -> Tensor:
         return torch.matmul(pre.unsqueeze(-2), x).squeeze(-2)
 
-    return by_rows(mix, exact_tokens, x, pre).to(dtype)
+    h = arithmetic.round(by_rows(mix, arithmetic.exact_tokens, x, pre))
+    return rms_norm(h, weight, eps, arithmetic)
 
 
-def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, exact_tokens: int) -> Tensor:
-    """The streams after a sublayer: stream j is post[j] * y + sum over i of comb[i, j] * residual[i], rounded to y's dtype.
+def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The streams after a sublayer: stream j is post[j] * y + sum over i of comb[i, j] * residual[i], rounded.
 
-    y [B, T, d], residual [B, T, hc, d] fp32, post [B, T, hc], comb [B, T, hc, hc] to [B, T, hc, d] fp32.
+    y [B, T, d], residual [B, T, hc, d], post [B, T, hc], comb [B, T, hc, hc] to [B, T, hc, d], all fp32.
     """
 
     def mix(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        carried = torch.matmul(comb.mT, residual)
-        return carried.addcmul_(post.unsqueeze(-1), y.float().unsqueeze(-2))
+        return torch.matmul(comb.mT, residual).addcmul_(post.unsqueeze(-1), y.unsqueeze(-2))
 
-    return by_rows(mix, exact_tokens, y, residual, post, comb).to(y.dtype).float()
+    return arithmetic.round(by_rows(mix, arithmetic.exact_tokens, y, residual, post, comb))

@@ -7,33 +7,32 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 from .linear import Linear, RMSNorm
-from .numerics import Numerics
-from .rope import rotate
+from .numerics import Arithmetic
 from .rows import PREFILL_TILE
 from .state import GROUP_TILE, Call, State, groups_read
-from .topk import top_ascending, top_positions
+from .topk import top_positions
 
 
 class Indexer(nn.Module):
     """Selection of an index source layer. Keys exist at kv sources only; every source scores against its own source's keys."""
 
-    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics, exact_tokens: int):
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
         super().__init__()
-        self.config, self.layer, self.numerics, self.exact_tokens = config, layer, numerics, exact_tokens
+        self.config, self.layer, self.numerics = config, layer, arithmetic
         self.source, self.ratio = config.kv_source(layer), config.compress_ratios[layer]
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.is_candidate_source = layer == config.candidate_source_layer_id
         self.uses_candidates = config.masks_with_candidates(layer)
-        self.wq_b = Linear(config.q_lora_rank, self.heads * self.dim, numerics.dtype, exact_tokens, fp8=True)
-        self.weights_proj = Linear(config.hidden_size, self.heads, numerics.dtype, exact_tokens)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.dim, arithmetic, fp8=True)
+        self.weights_proj = Linear(config.hidden_size, self.heads, arithmetic)
         if layer == self.source:
-            self.wk = Linear(config.head_dim, self.dim, numerics.dtype, exact_tokens)
-            self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
+            self.wk = Linear(config.head_dim, self.dim, arithmetic)
+            self.k_norm = RMSNorm(self.dim, config.rms_norm_eps, arithmetic)
 
-    def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, call: Call, state: State) -> None:
+    def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, state: State) -> None:
         """Writes the index keys of the groups that this call completes, made of the latent before its rotation."""
-        key = self.numerics.index(rotate(self.k_norm(self.wk(latent)), table))
-        state.write_groups(f"ikey.{self.source}", key, call, groups, complete)
+        key = self.numerics.index(self.numerics.ops.rotate(self.k_norm(self.wk(latent)), table, self.numerics))
+        state.write_groups(f"ikey.{self.source}", key, groups, complete)
 
     def forward(
         self, x: Tensor, qr_input: Tensor, table: Tensor, candidates: Tensor | None, call: Call, state: State
@@ -43,16 +42,20 @@ class Indexer(nn.Module):
         Returns topk_idxs [B, T, index_topk] int64, ascending, -1 where fewer, and the candidate blocks [B, T, blocks] bool
         (new ones at the candidate source, else what came in).
         """
-        query = self.numerics.index(rotate(self.wq_b(qr_input).unflatten(-1, (self.heads, self.dim)), table))
-        weights = self.weights_proj(x) * (self.dim**-0.5 * self.heads**-0.5)
+        numerics = self.numerics
+        heads = self.wq_b(qr_input).unflatten(-1, (self.heads, self.dim))
+        query = numerics.index(numerics.ops.rotate(heads, table, numerics))
+        weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
         tokens = x.shape[1]
-        tile = 1 if tokens <= self.exact_tokens else PREFILL_TILE
+        tile = 1 if tokens <= numerics.exact_tokens else PREFILL_TILE
+        keys = state[f"ikey.{self.source}"]
+        count = groups_read(call, self.ratio, keys.shape[2])
         chosen, blocks = [], []
         for row in range(x.shape[0]):
-            keys = self._keys(state, call, row)
+            slot = call.slot[row : row + 1].clamp_min(0)
             for first in range(0, tokens, tile):
                 part = slice(first, first + tile)
-                scores = self._scores(query[row, part], weights[row, part], keys)
+                scores = numerics.ops.index_scores(query[row, part], weights[row, part], keys, slot, count, numerics)
                 seen = call.reach[row, part, None] // self.ratio
                 visible = torch.arange(scores.shape[-1], device=x.device) < seen
                 if self.is_candidate_source:
@@ -61,31 +64,11 @@ class Indexer(nn.Module):
                     size = self.config.candidate_block_size
                     allowed = candidates[row, part].repeat_interleave(size, -1)[..., : scores.shape[-1]]
                     visible = visible & allowed
-                chosen.append(top_ascending(scores, visible, self.config.index_topk))
+                chosen.append(numerics.ops.top_ascending(scores, visible, self.config.index_topk))
         shape = (x.shape[0], tokens)
         if blocks:
             candidates = torch.cat(blocks).unflatten(0, shape)
         return torch.cat(chosen).unflatten(0, shape), candidates
-
-    def _keys(self, state: State, call: Call, row: int) -> list[Tensor]:
-        """The index keys of one sequence in tiles [dim, GROUP_TILE], fp32."""
-        stored = state[f"ikey.{self.source}"]
-        read = stored[:, :, : groups_read(call, self.ratio, stored.shape[2])]
-        keys = read.index_select(0, call.slot[row : row + 1].clamp_min(0))[0]
-        return [tile.float() for tile in keys.split(GROUP_TILE, -1)]
-
-    def _scores(self, query: Tensor, weights: Tensor, keys: list[Tensor]) -> Tensor:
-        """sum over heads of weight * relu(q . k): query [n, heads, dim], weights [n, heads] to [n, groups], fp32.
-
-        In release numerics every step is rounded to bf16, the sum over heads is accumulated in fp32.
-        """
-        dtype = self.numerics.dtype
-        flat = query.float().flatten(0, 1)
-        scores = []
-        for tile in keys:
-            dots = torch.matmul(flat, tile).to(dtype).unflatten(0, query.shape[:2])
-            scores.append((dots.relu_() * weights.unsqueeze(-1)).float().sum(1))
-        return torch.cat(scores, -1).to(dtype).float()
 
     def _candidate_blocks(self, scores: Tensor, visible: Tensor, seen: Tensor) -> Tensor:
         """The best blocks of each row by their highest visible score, the newest one pinned: bool [n, blocks]."""
@@ -96,3 +79,18 @@ class Indexer(nn.Module):
         best = best.masked_fill((blocks == (seen - 1) // size) & (seen > 0), torch.inf)
         chosen = top_positions(best, min(most, best.shape[-1]))
         return torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True) & (best > -torch.inf)
+
+
+def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic) -> Tensor:
+    """sum over heads of weight * relu(q . k): query [n, heads, D], weights [n, heads], keys [slots, D, G] to [n, count] fp32.
+
+    ``slot`` [1] int64 says whose keys; the first ``count`` groups are scored.
+
+    In release numerics every step is rounded to bf16, the sum over heads is accumulated in fp32.
+    """
+    flat = query.float().flatten(0, 1)
+    scores = []
+    for tile in keys[:, :, :count].index_select(0, slot)[0].split(GROUP_TILE, -1):
+        dots = torch.matmul(flat, tile.float()).to(arithmetic.dtype).unflatten(0, query.shape[:2])
+        scores.append((dots.relu_() * weights.unsqueeze(-1)).float().sum(1))
+    return arithmetic.round(torch.cat(scores, -1))

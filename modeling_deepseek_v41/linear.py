@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from .checkpoint.reader import Checkpoint
 from .formats import decode_fp8
-from .rows import tiled_linear
+from .numerics import Arithmetic
 
 SLICE_BYTES = 64 << 20
 """Stored bytes decoded at a time while loading."""
@@ -27,20 +27,21 @@ def fill(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class Linear(nn.Module):
-    """y = x W^T accumulated in fp32, result in ``dtype``; W [n, k] is held in fp32, an exact decoding of what is stored.
+    """y = x W^T accumulated in fp32; W [n, k] is held in fp32, an exact decoding of what is stored.
 
     ``fp8`` weights are stored as e4m3fn with ue8m0 block scales; their caller passes the input through
-    ``Numerics.activation`` first, once for all linears that share it. Other weights take the activation as it is.
+    ``Arithmetic.activation`` first, once for all linears that share it. Other weights take the activation as it is.
+    ``rounds``: whether the result is rounded to the arithmetic's dtype.
     """
 
-    def __init__(self, k: int, n: int, dtype: torch.dtype, exact_tokens: int, *, fp8: bool = False):
+    def __init__(self, k: int, n: int, arithmetic: Arithmetic, *, fp8: bool = False, rounds: bool = True):
         super().__init__()
         self.weight = frozen(n, k)
-        self.dtype, self.exact_tokens, self.fp8 = dtype, exact_tokens, fp8
+        self.arithmetic, self.fp8, self.rounds = arithmetic, fp8, rounds
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, k] of any float dtype to [B, T, n] in ``dtype``."""
-        return tiled_linear(x.float(), self.weight, self.exact_tokens).to(self.dtype)
+        """x [B, T, k] fp32 to [B, T, n] fp32."""
+        return self.arithmetic.ops.linear(x, self.weight, self.rounds, self.arithmetic)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time."""
@@ -59,28 +60,31 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Token embedding, weight [vocab, d] bf16 as stored; a rank of several holds its share of consecutive rows."""
 
-    def __init__(self, vocab: int, d: int, dtype: torch.dtype):
+    def __init__(self, vocab: int, d: int):
         super().__init__()
         self.weight = frozen(vocab, d, dtype=torch.bfloat16)
-        self.dtype = dtype
 
     def forward(self, ids: Tensor, rank: Tensor) -> Tensor:
-        """ids [B, T] int64 and this process's rank [1] to [B, T, d] in ``dtype``."""
-        return F.embedding(ids - rank * self.weight.shape[0], self.weight).to(self.dtype)
+        """ids [B, T] int64 and this process's rank [1] to [B, T, d] fp32."""
+        return F.embedding(ids - rank * self.weight.shape[0], self.weight).float()
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, cast back to x's dtype."""
+    """``rms_norm`` with a learned weight [d]."""
 
-    def __init__(self, d: int, eps: float):
+    def __init__(self, d: int, eps: float, arithmetic: Arithmetic):
         super().__init__()
         self.weight = frozen(d)
-        self.eps = eps
+        self.eps, self.arithmetic = eps, arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., d] to the same shape and dtype."""
-        wide = x.float()
-        return (wide * rms_scale(wide, self.eps) * self.weight).to(x.dtype)
+        """x [B, T, d] fp32 to the same shape, rounded."""
+        return self.arithmetic.ops.normalise(x, self.weight, self.eps, self.arithmetic)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension of fp32 ``x`` [B, T, d], rounded."""
+    return arithmetic.round(x * rms_scale(x, eps) * weight)
 
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:

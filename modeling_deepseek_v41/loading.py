@@ -25,12 +25,14 @@ def load_model(
     numerics: str = "release",
     max_seq_len: int | None = None,
     expert_storage: str = "decoded",
+    kernels: str = "auto",
     progress: bool = True,
 ) -> DeepseekV41Model:
     """Reads the text backbone from ``folder`` in the arithmetic ``numerics`` (release, fp32, fp32_no_qdq).
 
     ``max_seq_len``: positions that state and rotary tables are made for, at most the configuration's
-    max_position_embeddings and by default at most 8,192. ``expert_storage``: decoded or bytes (experts.py). Raises
+    max_position_embeddings and by default at most 8,192. ``expert_storage``: decoded or bytes (experts.py); ``kernels``:
+    auto, torch or numba (kernels/dispatch.py). Raises
     ConfigError, CheckpointError or RequestError naming file, key or tensor. The drafter's and the vision tower's tensors
     are checked but not read.
     """
@@ -42,7 +44,7 @@ def load_model(
         raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length}")
     checkpoint = Checkpoint(folder, config, progress=progress)
     with torch.device("meta"):
-        model = DeepseekV41Model(config, arithmetic, length, expert_storage)
+        model = DeepseekV41Model(config, arithmetic, length, expert_storage, kernels)
     load_weights(model, checkpoint)
     checkpoint.finish(lambda name: is_vision(name) or name.startswith("mtp."))
     model.rope_plain = rope_table(config, False, length)

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from .errors import RequestError
-from .formats import qdq_fp4_e4m3, qdq_fp4_ue8m0, qdq_fp8
+from .formats import qdq_fp4_e4m3
+from .kernels.operations import Operations
 
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """The rounding points of one way to compute the model (docs/model.md, section 1).
 
-    dtype: of the residual streams, of every linear's result, of caches and of attention probabilities.
+    dtype: of the streams' and every linear's values, of caches and of attention probabilities.
     quantize_activations: whether the input of a quantised linear passes through fp8 QDQ.
     quantize_cache: whether window KV, compressed KV, index keys and index queries pass through their QDQ.
     """
@@ -22,22 +23,6 @@ class Numerics:
     dtype: torch.dtype
     quantize_activations: bool
     quantize_cache: bool
-
-    def activation(self, x: Tensor) -> Tensor:
-        """The input [..., k] of a quantised linear, as fp32: fp8 QDQ per 32 where this arithmetic asks for it."""
-        return qdq_fp8(x) if self.quantize_activations else x.float()
-
-    def window_kv(self, kv: Tensor) -> Tensor:
-        """Window KV [..., head_dim] as it is cached: fp8 QDQ per 32, ``dtype``."""
-        return (qdq_fp8(kv) if self.quantize_cache else kv).to(self.dtype)
-
-    def compressed_kv(self, kv: Tensor) -> Tensor:
-        """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""
-        return (qdq_fp4_e4m3(kv) if self.quantize_cache else kv).to(self.dtype)
-
-    def index(self, x: Tensor) -> Tensor:
-        """Index keys or queries [..., index_head_dim]: fp4 QDQ per 32 with ue8m0 scales, ``dtype``."""
-        return (qdq_fp4_ue8m0(x) if self.quantize_cache else x).to(self.dtype)
 
 
 NUMERICS = {
@@ -52,3 +37,40 @@ def numerics_by_name(name: str) -> Numerics:
     if name not in NUMERICS:
         raise RequestError(f"numerics: expected one of {', '.join(NUMERICS)}, found {name!r}")
     return NUMERICS[name]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arithmetic(Numerics):
+    """Numerics as a model's modules use them. Activations are fp32 tensors whose values are rounded to ``dtype``.
+
+    ops: the implementation of the operations between matrix products.
+    exact_tokens: calls of at most this many tokens per sequence compute every row by itself (rows.py).
+    """
+
+    ops: Operations
+    exact_tokens: int
+
+    @property
+    def rounds(self) -> bool:
+        """Whether ``dtype`` holds less than fp32."""
+        return self.dtype != torch.float32
+
+    def round(self, x: Tensor) -> Tensor:
+        """x with its values rounded to ``dtype``, as fp32."""
+        return x.to(self.dtype).float()
+
+    def activation(self, x: Tensor) -> Tensor:
+        """The input [..., k] of a quantised linear: fp8 QDQ per 32 where this arithmetic asks for it."""
+        return self.ops.quantise(x) if self.quantize_activations else x
+
+    def window_kv(self, kv: Tensor) -> Tensor:
+        """Window KV [..., head_dim] as it is cached: fp8 QDQ per 32, ``dtype``."""
+        return (self.ops.quantise(kv) if self.quantize_cache else kv).to(self.dtype)
+
+    def compressed_kv(self, kv: Tensor) -> Tensor:
+        """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""
+        return (qdq_fp4_e4m3(kv) if self.quantize_cache else kv).to(self.dtype)
+
+    def index(self, x: Tensor) -> Tensor:
+        """Index keys or queries [..., index_head_dim]: fp4 QDQ per 32 with ue8m0 scales, ``dtype``."""
+        return (self.ops.quantise_index(x) if self.quantize_cache else x).to(self.dtype)

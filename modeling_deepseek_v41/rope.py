@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig, RopeScaling
+from .numerics import Arithmetic
 
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -37,16 +38,15 @@ def rope_table(config: ModelConfig, compressed: bool, positions: int) -> Tensor:
     return torch.stack([torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1)], 1)
 
 
-def rotate(x: Tensor, table: Tensor, back: bool = False) -> Tensor:
+def rotate(x: Tensor, table: Tensor, arithmetic: Arithmetic, back: bool = False) -> Tensor:
     """Rotates the last R columns of x [B, T, (heads,) D] by ``table`` [B, T, 2, R], or back by its conjugate.
 
-    (a + bi)(cos + i sin) = (a cos - b sin) + (b cos + a sin) i on adjacent pairs; fp32 inside, result in x's dtype.
+    (a + bi)(cos + i sin) = (a cos - b sin) + (b cos + a sin) i on adjacent pairs, rounded.
     """
     if x.dim() == 4:
         table = table.unsqueeze(2)
     cos, sin = table.unbind(-2)
     plain, pairs = x.split([x.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
-    pairs = pairs.float()
     swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     turned = torch.addcmul(pairs * cos, swapped, sin, value=-1 if back else 1)
-    return torch.cat([plain, turned.to(x.dtype)], -1)
+    return torch.cat([plain, arithmetic.round(turned)], -1)

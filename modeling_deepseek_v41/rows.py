@@ -8,10 +8,14 @@ of drafts give the same bits (docs/model.md, section 9).
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from .numerics import Arithmetic
 
 LINEAR_TILE = 3
 """Rows per matrix product in decode: three cost about as much as one, for the weight is read once."""
@@ -20,19 +24,25 @@ PREFILL_TILE = 64
 """Rows per call of a per-row function in prefill: bounds its temporary memory."""
 
 
-def tiled_linear(x: Tensor, weight: Tensor, exact_tokens: int) -> Tensor:
-    """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n] fp32, in fixed tiles where T <= exact_tokens."""
-    if x.shape[1] > exact_tokens:
-        return F.linear(x, weight)
-    rows = x.flatten(0, 1)
-    count = rows.shape[0]
-    if count % LINEAR_TILE:
-        rows = F.pad(rows, (0, 0, 0, -count % LINEAR_TILE))
-    if count <= LINEAR_TILE:
-        out = F.linear(rows, weight)
+def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") -> Tensor:
+    """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n], rounded to the arithmetic's dtype where ``rounds``."""
+    if x.shape[1] > arithmetic.exact_tokens:
+        y = F.linear(x, weight)
     else:
-        out = torch.cat([F.linear(tile, weight) for tile in rows.split(LINEAR_TILE)])
-    return out[:count].unflatten(0, x.shape[:2])
+        rows = x.flatten(0, 1)
+        count = rows.shape[0]
+        tiles = F.pad(rows, (0, 0, 0, -count % LINEAR_TILE)).split(LINEAR_TILE)
+        y = torch.cat([F.linear(tile, weight) for tile in tiles])[:count].unflatten(0, x.shape[:2])
+    return arithmetic.round(y) if rounds else y
+
+
+def grouped(x: Tensor, weight: Tensor, arithmetic: "Arithmetic") -> Tensor:
+    """x [B, T, G, k] times weight [G, n, k], transposed, group by group: [B, T, G, n], rounded."""
+
+    def product(rows: Tensor) -> Tensor:
+        return torch.bmm(rows.flatten(0, 1).transpose(0, 1), weight.mT).transpose(0, 1).unflatten(0, rows.shape[:2])
+
+    return arithmetic.round(by_rows(product, arithmetic.exact_tokens, x))
 
 
 def by_rows(function: Callable[..., Tensor], exact_tokens: int, *tensors: Tensor) -> Tensor:

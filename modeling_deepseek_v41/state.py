@@ -87,40 +87,53 @@ def make_call(start: Tensor, length: Tensor, slot: Tensor, tokens: int, read_len
 class State:
     """The flat list of state tensors of one forward, by name. Writes are in place, so outputs alias inputs."""
 
-    def __init__(self, spec: list[str], tensors: tuple[Tensor, ...]):
-        self.tensors = dict(zip(spec, tensors, strict=True))
+    def __init__(self, names: list[str], tensors: tuple[Tensor, ...], call: Call):
+        self.tensors = dict(zip(names, tensors, strict=True))
+        self.call = call
+        self.slot = call.slot.clamp_min(0)[:, None]
+        self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._places: dict[int, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
-    def history(self, name: str, call: Call, rows: int) -> Tensor:
+    def history(self, name: str, rows: int) -> Tensor:
         """The ``rows`` positions before the call's first token from ring ``name``: [B, rows, ...], 0 before the sequence."""
         ring = self.tensors[name]
-        positions = call.start[:, None] + torch.arange(-rows, 0, device=ring.device)
-        index = positions % (ring.shape[1] - 1)
-        found = ring[call.slot.clamp_min(0)[:, None], index]
-        before = (positions < 0).view(*positions.shape, *[1] * (ring.dim() - 2))
-        return found.masked_fill(before, 0)
+        index, before = self._before(rows, ring.shape[1] - 1)
+        return ring[self.slot, index].masked_fill_(before.view(*before.shape, *[1] * (ring.dim() - 2)), 0)
 
-    def write_ring(self, name: str, rows: Tensor, call: Call) -> None:
+    def write_ring(self, name: str, rows: Tensor) -> None:
         """Writes the call's real rows [B, T, ...] to ring ``name`` by position; of a long call, the last that fit."""
         ring = self.tensors[name]
-        size = ring.shape[1] - 1
-        order = call.positions - call.start[:, None]
-        length = call.length[:, None]
-        keep = (order < length) & (order >= length - size)
-        self._write(ring, rows, call, call.positions % size, keep)
+        ring.index_put_((self.slot, self._place(ring.shape[1] - 1)), rows.to(ring.dtype))
 
-    def write_groups(self, name: str, rows: Tensor, call: Call, groups: Tensor, complete: Tensor) -> None:
-        """Writes rows [B, n, ...] of the groups [B, n] that the call completes to the [slots, G, ...] state ``name``."""
+    def write_groups(self, name: str, rows: Tensor, groups: Tensor, complete: Tensor) -> None:
+        """Writes rows [B, n, ...] of the groups [B, n] that the call completes to the compressed state ``name``."""
         state = self.tensors[name]
-        self._write(state.mT if name.startswith("ikey.") else state, rows, call, groups, complete)
+        by_group = state.mT if name.startswith("ikey.") else state
+        index = self._kept(groups, complete, by_group.shape[1] - 1)
+        by_group.index_put_((self.slot, index), rows.to(state.dtype))
 
-    def _write(self, state: Tensor, rows: Tensor, call: Call, index: Tensor, keep: Tensor) -> None:
-        """Rows that are not kept, and all rows of inactive sequences, go to the last row, which nothing reads."""
-        keep = keep & (call.slot >= 0)[:, None]
-        index = torch.where(keep, index, state.shape[1] - 1)
-        state.index_put_((call.slot.clamp_min(0)[:, None], index), rows.to(state.dtype))
+    def _before(self, rows: int, size: int) -> tuple[Tensor, Tensor]:
+        """Ring slots [B, rows] of the positions before the call, and which of these lie before the sequence's start."""
+        if (rows, size) not in self._past:
+            positions = self.call.start[:, None] + torch.arange(-rows, 0, device=self.call.start.device)
+            self._past[rows, size] = positions % size, positions < 0
+        return self._past[rows, size]
+
+    def _place(self, size: int) -> Tensor:
+        """Where in a ring of ``size`` the call's rows [B, T] go."""
+        if size not in self._places:
+            order = self.call.positions - self.call.start[:, None]
+            length = self.call.length[:, None]
+            keep = (order < length) & (order >= length - size)
+            self._places[size] = self._kept(self.call.positions % size, keep, size)
+        return self._places[size]
+
+    def _kept(self, index: Tensor, keep: Tensor, spare: int) -> Tensor:
+        """``index`` where kept and the sequence is active; other rows go to the last row, which nothing reads."""
+        return torch.where(keep & (self.call.slot >= 0)[:, None], index, spare)
 
 
 def windows(history: Tensor, rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def top_positions(scores: Tensor, k: int) -> Tensor:
 
 
 def top_ascending(scores: Tensor, visible: Tensor, k: int) -> Tensor:
-    """The k best of the ``visible`` (bool [..., n]) scores, ascending by position, then -1 where fewer are visible; [..., k]."""
+    """The k best of the ``visible`` (bool [..., n]) scores, ascending by position, then -1 where fewer: [..., k]."""
     n = scores.shape[-1]
     best = top_positions(scores.masked_fill(~visible, -torch.inf), min(k, n))
     best = best.masked_fill(~visible.gather(-1, best), n).sort(-1).values

@@ -80,7 +80,7 @@ def engram_layouts(config: ModelConfig) -> tuple[EngramLayout, ...]:
     return tuple(layouts)
 
 
-def lookback(tokens: torch.Tensor, alive: torch.Tensor, n: int, pad: int) -> torch.Tensor:
+def lookback(tokens: torch.Tensor, alive: torch.Tensor, n: int, pad: int | torch.Tensor) -> torch.Tensor:
     """The n newest compressed ids at every position of a call: ``windows`` [B, T, n] of the dtype of ``tokens``.
 
     ``tokens`` [B, n-1+T] int: the compressed ids of the n-1 positions before the call, then the call's T, contiguous.

@@ -8,7 +8,7 @@ from ..checkpoint.reader import Checkpoint
 from ..config import ModelConfig
 from ..formats import decode_fp8_rows
 from ..linear import Linear, fill, frozen, rms_scale, sigmoid
-from ..numerics import Numerics
+from ..numerics import Arithmetic
 from .hashing import EngramLayout, row_ids
 
 
@@ -35,25 +35,25 @@ class EngramTable(nn.Module):
 class Engram(nn.Module):
     """One engram layer. ``look_up`` depends on token ids only; ``forward`` adds the gated value to the streams."""
 
-    def __init__(self, config: ModelConfig, layout: EngramLayout, numerics: Numerics, exact_tokens: int):
+    def __init__(self, config: ModelConfig, layout: EngramLayout, arithmetic: Arithmetic):
         super().__init__()
         hc, d = config.hc_mult, config.hidden_size
-        self.layout, self.numerics, self.eps = layout, numerics, config.rms_norm_eps
+        self.layout, self.arithmetic, self.eps = layout, arithmetic, config.rms_norm_eps
         self.embed = EngramTable(layout.rows, config.engram_head_dim)
         width = config.engram_columns * config.engram_head_dim
-        self.wkv = Linear(width, (hc + 1) * d, numerics.dtype, exact_tokens, fp8=True)
+        self.wkv = Linear(width, (hc + 1) * d, arithmetic, fp8=True)
         self.q_weight = frozen(hc, d)
         self.k_weight = frozen(hc, d)
 
     def look_up(self, windows: Tensor) -> Tensor:
         """n-gram windows int [B, T, n] of compressed ids to keys and value [B, T, hc + 1, d]."""
-        rows = self.embed(row_ids(windows, self.layout)).to(self.numerics.dtype)
-        return self.wkv(self.numerics.activation(rows)).unflatten(-1, (-1, self.q_weight.shape[1]))
+        rows = self.embed(row_ids(windows, self.layout))
+        return self.wkv(self.arithmetic.activation(rows)).unflatten(-1, (-1, self.q_weight.shape[1]))
 
     def forward(self, x: Tensor, kv: Tensor) -> Tensor:
         """Streams x [B, T, hc, d] fp32 and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""
-        key, value = kv[..., :-1, :].float(), kv[..., -1:, :].float()
+        key, value = kv[..., :-1, :], kv[..., -1:, :]
         dot = (x * (self.q_weight * self.k_weight) * key).sum(-1, keepdim=True)
         dot = dot * rms_scale(x, self.eps) * rms_scale(key, self.eps) * x.shape[-1] ** -0.5
         gate = sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
-        return torch.addcmul(x, gate, value).to(kv.dtype).float()
+        return self.arithmetic.round(torch.addcmul(x, gate, value))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products for the few rows of a decode step on the CPU (numba).
+
+Weights are bf16 (seen as uint16) or fp32 and are read once for all rows. Eight weight rows are read side by side, each a
+stream of consecutive rows, which keeps the memory busier than one stream does. A dot product's order of addition is fixed:
+it depends neither on the number of rows nor of threads.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+
+import numpy as np
+import torch
+from numba import njit, prange, types
+from numba.extending import overload
+
+from .rowwise import F32, ZERO, as_float, reassociated, round_bf16, swiglu
+
+SIDE, STRIP = 8, 64
+"""Weight rows read side by side, and per work item: each of the eight streams runs on through STRIP / SIDE rows."""
+
+WORTH_THREADS = 1 << 16
+"""Values that a call must read before it is worth waking other threads."""
+
+
+def threaded(function: Callable[..., None]) -> Callable[..., None]:
+    """Compiles ``function`` with and without threads; the result's first argument, the values it reads, chooses.
+
+    The choice does not depend on the number of rows, so neither do a row's bits.
+    """
+    single = FunctionType(function.__code__, function.__globals__)  # numba's cache tells functions apart by name, not options
+    single.__qualname__ = f"{function.__qualname__}_alone"
+    alone = njit(cache=True, nogil=True, error_model="numpy")(single)
+    together = njit(cache=True, nogil=True, parallel=True, error_model="numpy")(function)
+
+    def call(work: int, *args: object) -> None:
+        (together if work >= WORTH_THREADS and torch.get_num_threads() > 1 else alone)(*args)
+
+    return call
+
+
+def widen(w):  # type: ignore[no-untyped-def]
+    """One stored value as fp32."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(widen, inline="always")
+def _widen(w):  # type: ignore[no-untyped-def]
+    return (lambda w: w) if isinstance(w, types.Float) else (lambda w: as_float(np.int32(w) << 16))
+
+
+@reassociated
+def dot_side(w, first, step, x, out):  # type: ignore[no-untyped-def]
+    """out [r] = w [r] x for the eight rows r = first, first + step, ...; w [n, k], x [k]."""
+    r1, r2, r3, r4 = first + step, first + 2 * step, first + 3 * step, first + 4 * step
+    r5, r6, r7 = first + 5 * step, first + 6 * step, first + 7 * step
+    w0, w1, w2, w3, w4, w5, w6, w7 = w[first], w[r1], w[r2], w[r3], w[r4], w[r5], w[r6], w[r7]
+    a = b = c = d = e = f = g = h = ZERO
+    for j in range(x.shape[0]):
+        v = x[j]
+        a += widen(w0[j]) * v
+        b += widen(w1[j]) * v
+        c += widen(w2[j]) * v
+        d += widen(w3[j]) * v
+        e += widen(w4[j]) * v
+        f += widen(w5[j]) * v
+        g += widen(w6[j]) * v
+        h += widen(w7[j]) * v
+    out[first], out[r1], out[r2], out[r3] = a, b, c, d
+    out[r4], out[r5], out[r6], out[r7] = e, f, g, h
+
+
+@reassociated
+def dot(w, x):  # type: ignore[no-untyped-def]
+    """The product of two rows [k]."""
+    total = ZERO
+    for j in range(x.shape[0]):
+        total += widen(w[j]) * x[j]
+    return total
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def strip(w, first, stop, x, rounds, out):  # type: ignore[no-untyped-def]
+    """out [first:stop] = w [first:stop] x for w [n, k], x [k], out [n]."""
+    step = (stop - first) // SIDE
+    for offset in range(step):
+        dot_side(w, first + offset, step, x, out)
+    for row in range(first + step * SIDE, stop):
+        out[row] = dot(w[row], x)
+    if rounds:
+        for row in range(first, stop):
+            out[row] = round_bf16(out[row])
+
+
+@threaded
+def linear(x, w, rounds, out):  # type: ignore[no-untyped-def]
+    """out [r, n] = x [r, k] w [n, k]^T."""
+    n = w.shape[0]
+    for item in prange(-(-n // STRIP)):
+        first, stop = item * STRIP, min(item * STRIP + STRIP, n)
+        for row in range(x.shape[0]):
+            strip(w, first, stop, x[row], rounds, out[row])
+
+
+@threaded
+def grouped(x, w, rounds, out):  # type: ignore[no-untyped-def]
+    """out [r, G, n] = x [r, G, k] w [G, n, k]^T, group by group."""
+    n = w.shape[1]
+    strips = -(-n // STRIP)
+    for item in prange(w.shape[0] * strips):
+        group, first = item // strips, item % strips * STRIP
+        for row in range(x.shape[0]):
+            strip(w[group], first, min(first + STRIP, n), x[row, group], rounds, out[row, group])
+
+
+@threaded
+def experts(x, ids, routing, w13, w2, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
+    """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing), rounded as experts.local_experts says.
+
+    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I].
+    """
+    k, width, inter, dim = ids.shape[0], w13.shape[1], w2.shape[2], out.shape[0]
+    gate_up, h, y = np.empty((k, width), F32), np.empty((k, inter), F32), np.empty((k, dim), F32)
+    strips = -(-width // STRIP)
+    for item in prange(k * strips):
+        i, first = item // strips, item % strips * STRIP
+        strip(w13[ids[i]], first, min(first + STRIP, width), x, rounds, gate_up[i])
+    swiglu(gate_up, routing, limit, rounds, quantizes, h)
+    strips = -(-dim // STRIP)
+    for item in prange(k * strips):
+        i, first = item // strips, item % strips * STRIP
+        strip(w2[ids[i]], first, min(first + STRIP, dim), h[i], rounds, y[i])
+    out[:] = y[0]
+    for i in range(1, k):
+        for j in range(dim):
+            out[j] += y[i, j]

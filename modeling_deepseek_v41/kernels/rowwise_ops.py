@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled loops on CPU tensors: same arguments and results as their PyTorch namesakes in dispatch.py.
+
+Calls longer than decode and verification (more than ``exact_tokens`` tokens), where matrix libraries are at their best,
+go to PyTorch.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import attention, experts, indexer, rows
+from ..experts import Bank
+from ..numerics import Arithmetic
+from ..state import State
+from . import attention_rows, matrix_rows, rowwise
+
+F32 = np.float32
+
+
+def _rows(x: Tensor, keep: int) -> np.ndarray:
+    """fp32 x as a contiguous array [n, ...] with the last ``keep`` dimensions; it shares x's memory where x is contiguous."""
+    array = x.contiguous().numpy()
+    return array.reshape(-1, *array.shape[array.ndim - keep :])
+
+
+def _stored(x: Tensor) -> np.ndarray:
+    """A cache or weight as numba sees it: bf16 as uint16, fp32 as it is."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def quantise(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    rowwise.quantise(_rows(x, 1), _rows(out, 1))
+    return out
+
+
+def quantise_index(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    rowwise.quantise_index(_rows(x, 1), _rows(out, 1))
+    return out
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    out = torch.empty(x.shape)
+    rowwise.normalise(_rows(x, 1), weight.numpy(), F32(eps), arithmetic.rounds, _rows(out, 1))
+    return out
+
+
+def rotate(x: Tensor, table: Tensor, arithmetic: Arithmetic, back: bool = False) -> Tensor:
+    out = torch.empty(x.shape)
+    heads = x.dim() - 2
+    array = _rows(x, 2) if heads == 2 else _rows(x.unsqueeze(-2), 2)
+    rowwise.rotate(array, _rows(table, 2), F32(-1 if back else 1), arithmetic.rounds, out.view(array.shape).numpy())
+    return out
+
+
+def mixes(
+    raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor, Tensor]:
+    hc = x.shape[-2]
+    pre, post, comb = (torch.empty(*x.shape[:2], *shape) for shape in ((hc,), (hc,), (hc, hc)))
+    rowwise.mixes(
+        _rows(raw, 1), _rows(x, 2).reshape(-1, hc * x.shape[-1]), scale.numpy(), base.numpy(), rounds, F32(eps), F32(norm_eps),
+        _rows(pre, 1), _rows(post, 1), _rows(comb, 2),
+    )  # fmt: skip
+    return pre, post, comb
+
+
+def collapse(x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    h = torch.empty(*x.shape[:2], x.shape[-1])
+    rowwise.collapse(_rows(x, 2), _rows(pre, 1), weight.numpy(), F32(eps), arithmetic.rounds, _rows(h, 1))
+    return h
+
+
+def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, arithmetic: Arithmetic) -> Tensor:
+    out = torch.empty(residual.shape)
+    rowwise.expand(_rows(y, 1), _rows(residual, 2), _rows(post, 1), _rows(comb, 2), arithmetic.rounds, _rows(out, 2))
+    return out
+
+
+def route(
+    logits: Tensor, bias: Tensor, k: int, normalise: bool, factor: float, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(*logits.shape[:2], k, dtype=torch.int64)
+    weights = torch.empty(*logits.shape[:2], k)
+    rowwise.route(_rows(logits, 1), bias.numpy(), normalise, F32(factor), ids.view(-1, k).numpy(), _rows(weights, 1))
+    return ids, weights
+
+
+def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Arithmetic) -> Tensor:
+    inter = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], inter)
+    rows = _rows(gate_up, 1)
+    weights = np.ones(rows.shape[0], F32) if routing is None else routing.contiguous().view(-1).numpy()
+    rowwise.swiglu(rows, weights, F32(limit), arithmetic.rounds, arithmetic.quantize_activations, _rows(out, 1))
+    return out
+
+
+def expert_rows(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    w13, scale, w2, _ = bank
+    if scale is not None:
+        return experts.expert_rows(x, ids, routing, bank, limit, arithmetic)
+    out = torch.empty(x.shape)
+    arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
+    weights = _stored(w13), _stored(w2)
+    for row, chosen, shares, total in zip(*arrays, strict=True):
+        rounds, quantizes = arithmetic.rounds, arithmetic.quantize_activations
+        matrix_rows.experts(w13[0].numel(), row, chosen, shares, *weights, F32(limit), rounds, quantizes, total)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: Arithmetic) -> Tensor:
+    if x.shape[1] > arithmetic.exact_tokens:
+        return rows.linear(x, weight, rounds, arithmetic)
+    out = torch.empty(*x.shape[:2], weight.shape[0])
+    matrix_rows.linear(weight.numel(), _rows(x, 1), weight.numpy(), rounds and arithmetic.rounds, _rows(out, 1))
+    return out
+
+
+def grouped(x: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
+    if x.shape[1] > arithmetic.exact_tokens:
+        return rows.grouped(x, weight, arithmetic)
+    out = torch.empty(*x.shape[:3], weight.shape[1])
+    matrix_rows.grouped(weight.numel(), _rows(x, 2), weight.numpy(), arithmetic.rounds, _rows(out, 2))
+    return out
+
+
+def attend(
+    q: Tensor, kv: Tensor, ring: str, far: attention.Far | None, table: Tensor, sink: Tensor, window: int, state: State,
+    arithmetic: Arithmetic,
+) -> Tensor:  # fmt: skip
+    if q.shape[1] > arithmetic.exact_tokens:
+        return attention.attend(q, kv, ring, far, table, sink, window, state, arithmetic)
+    out = torch.empty(q.shape)
+    call = state.call
+    queries, own, tables, outs = q.contiguous().numpy(), _stored(kv.contiguous()), table.contiguous().numpy(), out.numpy()
+    work = q.shape[2] * q.shape[3] * (window + (0 if far is None else far[1].shape[-1]))
+    rings, scale, sinks = _stored(state[ring]), F32(q.shape[-1] ** -0.5), sink.numpy()
+    caches, chosen = (_stored(far[0]), far[1].numpy()) if far is not None else (rings, np.empty((*q.shape[:2], 0), np.int64))
+    for row, (slot, start) in enumerate(zip(call.slot.clamp_min(0).tolist(), call.start.tolist(), strict=True)):
+        for t in range(q.shape[1]):
+            attention_rows.attend(
+                work, queries[row, t], own[row], rings[slot], caches[slot], chosen[row, t], tables[row, t], sinks,
+                start + t, start, window, scale, arithmetic.rounds, outs[row, t],
+            )  # fmt: skip
+    return out
+
+
+def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic) -> Tensor:
+    if query.shape[0] > 1:
+        return indexer.index_scores(query, weights, keys, slot, count, arithmetic)
+    out = torch.empty(1, count)
+    queries, shares, stored = query[0].float().numpy(), weights[0].float().numpy(), _stored(keys)[int(slot)]
+    work = query[0].numel() * count
+    attention_rows.index_scores(
+        query[0].numel() * count, queries, shares, _stored(keys)[int(slot)], arithmetic.rounds, out[0].numpy()
+    )
+    return out
+
+
+def top_ascending(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    out = torch.empty(*scores.shape[:-1], k, dtype=torch.int64)
+    rowwise.top_ascending(scores.contiguous().numpy(), visible.contiguous().numpy(), out.numpy())
+    return out
