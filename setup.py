@@ -15,9 +15,10 @@ setup(
     install_requires=[
         "torch>=2.9",
         "transformers>=4.57",
-        "safetensors",
+        "safetensors>=0.6",
         "tokenizers",
         "numpy",
+        "numba>=0.60; python_version < '3.15'",
         "sympy",
         "tqdm",
         "rich",

@@ -133,7 +133,8 @@ def softmax_attention(
     s = torch.matmul(q.flatten(0, 1), near.T).view(n, heads, -1)
     if far is not None:
         s = torch.cat([s, torch.bmm(q, far.mT)], -1)
-    s = s.mul_(dim**-0.5).masked_fill_(~valid.unsqueeze(1), -torch.inf)
+    hidden = torch.zeros(valid.shape, device=s.device).masked_fill_(~valid, -torch.inf)
+    s = s.mul_(dim**-0.5).add_(hidden.unsqueeze(1))
     highest = s.amax(-1, keepdim=True).clamp_min_(-1e30)
     p = s.sub_(highest).exp_()
     total = p.sum(-1, keepdim=True) + (sink.unsqueeze(-1) - highest).exp_()

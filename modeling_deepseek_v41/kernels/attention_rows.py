@@ -2,13 +2,14 @@
 """Attention and the indexer for one row of a decode step on the CPU, reading the caches where they lie (numba)."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from .matrix_rows import strip, threaded, widen
+from .compile import exact, threaded
+from .matrix_rows import strip, widen
 from .rowwise import F32, ONE, ZERO, exp, rotate_row, round_bf16, round_row, row_sum
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@exact
 def _copy(stored, out):  # type: ignore[no-untyped-def]
     for j in range(out.shape[0]):
         out[j] = widen(stored[j])

@@ -6,37 +6,17 @@ stream of consecutive rows, which keeps the memory busier than one stream does. 
 it depends neither on the number of rows nor of threads.
 """
 
-from collections.abc import Callable
-from types import FunctionType
-
 import numpy as np
-import torch
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import overload
 
-from .rowwise import F32, ZERO, as_float, reassociated, round_bf16, swiglu
+from .compile import exact, reassociated, threaded
+from .rowwise import F32, ZERO, as_float, round_bf16, swiglu
 
 SIDE, STRIP = 8, 64
 """Weight rows read side by side, and per work item: each of the eight streams runs on through STRIP / SIDE rows."""
 
-WORTH_THREADS = 1 << 16
-"""Values that a call must read before it is worth waking other threads."""
-
-
-def threaded(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiles ``function`` with and without threads; the result's first argument, the values it reads, chooses.
-
-    The choice does not depend on the number of rows, so neither do a row's bits.
-    """
-    single = FunctionType(function.__code__, function.__globals__)  # numba's cache tells functions apart by name, not options
-    single.__qualname__ = f"{function.__qualname__}_alone"
-    alone = njit(cache=True, nogil=True, error_model="numpy")(single)
-    together = njit(cache=True, nogil=True, parallel=True, error_model="numpy")(function)
-
-    def call(work: int, *args: object) -> None:
-        (together if work >= WORTH_THREADS and torch.get_num_threads() > 1 else alone)(*args)
-
-    return call
+swiglu_alone = swiglu.alone  # type: ignore[attr-defined]
 
 
 def widen(w):  # type: ignore[no-untyped-def]
@@ -79,7 +59,7 @@ def dot(w, x):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@exact
 def strip(w, first, stop, x, rounds, out):  # type: ignore[no-untyped-def]
     """out [first:stop] = w [first:stop] x for w [n, k], x [k], out [n]."""
     step = (stop - first) // SIDE
@@ -125,7 +105,7 @@ def experts(x, ids, routing, w13, w2, limit, rounds, quantizes, out):  # type: i
     for item in prange(k * strips):
         i, first = item // strips, item % strips * STRIP
         strip(w13[ids[i]], first, min(first + STRIP, width), x, rounds, gate_up[i])
-    swiglu(gate_up, routing, limit, rounds, quantizes, h)
+    swiglu_alone(gate_up, routing, limit, rounds, quantizes, h)
     strips = -(-dim // STRIP)
     for item in prange(k * strips):
         i, first = item // strips, item % strips * STRIP

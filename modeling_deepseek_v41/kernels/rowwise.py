@@ -8,8 +8,10 @@ loop is the same machine code whatever the number of rows, so its bits do not de
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import prange, types
 from numba.extending import intrinsic
+
+from .compile import exact, reassociated, threaded
 
 F32 = np.float32
 EXPONENT, ONE_EXPONENT = 0x7F800000, 1 << 23
@@ -19,9 +21,6 @@ FP8_MAGIC = ((23 - 3) << 23) + (1 << 22)
 FP4_FLOOR, FP4_INVERSE = F32(6.0 * 2.0**-126), F32(1.0 / 6.0)
 FP4_MAGIC = ((23 - 1) << 23) + (1 << 22)
 LOG2_E, LN2_HIGH, LN2_LOW = F32(1.4426950408889634), F32(0.693145751953125), F32(1.428606765330187e-06)
-
-exact = njit(cache=True, nogil=True, error_model="numpy")
-reassociated = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
 
 
 @intrinsic
@@ -120,39 +119,39 @@ def rotate_row(x, table, sign, rounds, out):  # type: ignore[no-untyped-def]
         round_row(out[plain:])
 
 
-@exact
+@threaded
 def quantise(x, out):  # type: ignore[no-untyped-def]
     """x [n, k] through the fp8 QDQ."""
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         quantise_row(x[row], out[row])
 
 
-@exact
+@threaded
 def quantise_index(x, out):  # type: ignore[no-untyped-def]
     """x [n, k] through the fp4 QDQ of index keys and queries (formats.qdq_fp4_ue8m0)."""
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         quantise_groups(x[row], FP4_FLOOR, FP4_INVERSE, 0, FP4_MAGIC, out[row])
 
 
-@exact
+@threaded
 def normalise(x, weight, eps, rounds, out):  # type: ignore[no-untyped-def]
     """x [n, k] through RMSNorm."""
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         normalise_row(x[row], weight, eps, rounds, out[row])
 
 
-@exact
+@threaded
 def rotate(x, table, sign, rounds, out):  # type: ignore[no-untyped-def]
     """x [n, heads, D] by table [n, 2, R]."""
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         for head in range(x.shape[1]):
             rotate_row(x[row, head], table[row], sign, rounds, out[row, head])
 
 
-@exact
+@threaded
 def collapse(x, pre, weight, eps, rounds, h):  # type: ignore[no-untyped-def]
     """Streams x [n, hc, d] to h = norm(sum of pre * x) [n, d]."""
-    for row in range(x.shape[0]):
+    for row in prange(x.shape[0]):
         total = h[row]
         total[:] = ZERO
         for source in range(x.shape[1]):
@@ -164,10 +163,10 @@ def collapse(x, pre, weight, eps, rounds, h):  # type: ignore[no-untyped-def]
         normalise_row(h[row], weight, eps, rounds, h[row])
 
 
-@exact
+@threaded
 def expand(y, residual, post, comb, rounds, out):  # type: ignore[no-untyped-def]
     """out[j] = post[j] * y + sum over i of comb[i, j] * residual[i]; y [n, d], residual and out [n, hc, d]."""
-    for row in range(y.shape[0]):
+    for row in prange(y.shape[0]):
         for to in range(post.shape[1]):
             total = out[row, to]
             for j in range(y.shape[1]):
@@ -180,11 +179,11 @@ def expand(y, residual, post, comb, rounds, out):  # type: ignore[no-untyped-def
                 round_row(total)
 
 
-@exact
+@threaded
 def mixes(raw, x, scale, base, rounds, eps, norm_eps, pre, post, comb):  # type: ignore[no-untyped-def]
     """The coefficients of one sublayer: raw = flat(x) fn^T [n, (2 + hc) hc], x [n, hc * d] (hyper_connections.mixes)."""
     hc = pre.shape[1]
-    for row in range(raw.shape[0]):
+    for row in prange(raw.shape[0]):
         norm = ONE / np.sqrt(square_sum(x[row]) / F32(x.shape[1]) + norm_eps)
         for i in range(hc):
             z = raw[row, i] * norm * scale[i] + base[i]
@@ -221,11 +220,11 @@ def mixes(raw, x, scale, base, rounds, eps, norm_eps, pre, post, comb):  # type:
                         c[i, j] /= total + eps
 
 
-@exact
+@threaded
 def swiglu(gate_up, routing, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
     """gate_up [n, 2I] and routing [n] to silu(gate) * up * routing [n, I], clamped as experts.clamped_swiglu, then fp8 QDQ."""
     inter = out.shape[1]
-    for row in range(gate_up.shape[0]):
+    for row in prange(gate_up.shape[0]):
         weight, h = routing[row], out[row]
         most = limit if limit > ZERO else F32(np.inf)
         for j in range(inter):
@@ -246,12 +245,12 @@ def row_sum(x):  # type: ignore[no-untyped-def]
     return total
 
 
-@exact
+@threaded
 def route(logits, bias, normalises, factor, ids, weights):  # type: ignore[no-untyped-def]
     """logits [n, E] and bias [E] to expert ids [n, k], best first, and their routing weights [n, k] (moe.route)."""
     experts, k = logits.shape[1], ids.shape[1]
-    score, left = np.empty(experts, F32), np.empty(experts, F32)
-    for row in range(logits.shape[0]):
+    for row in prange(logits.shape[0]):
+        score, left = np.empty(experts, F32), np.empty(experts, F32)
         for e in range(experts):
             x = logits[row, e]
             soft = max(x, ZERO) + F32(np.log1p(exp(-abs(x))))
@@ -272,11 +271,11 @@ def route(logits, bias, normalises, factor, ids, weights):  # type: ignore[no-un
             weights[row, i] = weight * factor
 
 
-@exact
+@threaded
 def top_ascending(scores, visible, out):  # type: ignore[no-untyped-def]
     """The best visible scores [n, G] as ascending positions out [n, k], -1 where fewer (topk.top_ascending)."""
     n, k = scores.shape[1], out.shape[1]
-    for row in range(scores.shape[0]):
+    for row in prange(scores.shape[0]):
         keys = np.empty(n, np.int64)
         count = 0
         for j in range(n):

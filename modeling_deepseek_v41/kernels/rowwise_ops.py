@@ -24,6 +24,20 @@ def _rows(x: Tensor, keep: int) -> np.ndarray:
     return array.reshape(-1, *array.shape[array.ndim - keep :])
 
 
+def _weight(weight: Tensor) -> np.ndarray:
+    """A parameter as numba sees it. The view is kept on the parameter, for making one costs as much as a small loop."""
+    view = getattr(weight, "view_of_rows", None)
+    if view is None or view[0] != weight.data_ptr():
+        view = weight.data_ptr(), _stored(weight.detach())
+        weight.view_of_rows = view  # type: ignore[attr-defined]
+    return view[1]
+
+
+def _work(x: Tensor, arithmetic: Arithmetic) -> int:
+    """What a loop over the rows of x [B, T, ...] reads, as ``threaded`` asks for it: 0 in decode."""
+    return x.numel() if x.shape[1] > arithmetic.exact_tokens else 0
+
+
 def _stored(x: Tensor) -> np.ndarray:
     """A cache or weight as numba sees it: bf16 as uint16, fp32 as it is."""
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
@@ -31,19 +45,19 @@ def _stored(x: Tensor) -> np.ndarray:
 
 def quantise(x: Tensor) -> Tensor:
     out = torch.empty(x.shape)
-    rowwise.quantise(_rows(x, 1), _rows(out, 1))
+    rowwise.quantise(x.numel(), _rows(x, 1), _rows(out, 1))
     return out
 
 
 def quantise_index(x: Tensor) -> Tensor:
     out = torch.empty(x.shape)
-    rowwise.quantise_index(_rows(x, 1), _rows(out, 1))
+    rowwise.quantise_index(x.numel(), _rows(x, 1), _rows(out, 1))
     return out
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
     out = torch.empty(x.shape)
-    rowwise.normalise(_rows(x, 1), weight.numpy(), F32(eps), arithmetic.rounds, _rows(out, 1))
+    rowwise.normalise(_work(x, arithmetic), _rows(x, 1), _weight(weight), F32(eps), arithmetic.rounds, _rows(out, 1))
     return out
 
 
@@ -51,7 +65,8 @@ def rotate(x: Tensor, table: Tensor, arithmetic: Arithmetic, back: bool = False)
     out = torch.empty(x.shape)
     heads = x.dim() - 2
     array = _rows(x, 2) if heads == 2 else _rows(x.unsqueeze(-2), 2)
-    rowwise.rotate(array, _rows(table, 2), F32(-1 if back else 1), arithmetic.rounds, out.view(array.shape).numpy())
+    sign, turned = F32(-1 if back else 1), out.view(array.shape).numpy()
+    rowwise.rotate(_work(x, arithmetic), array, _rows(table, 2), sign, arithmetic.rounds, turned)
     return out
 
 
@@ -61,7 +76,7 @@ def mixes(
     hc = x.shape[-2]
     pre, post, comb = (torch.empty(*x.shape[:2], *shape) for shape in ((hc,), (hc,), (hc, hc)))
     rowwise.mixes(
-        _rows(raw, 1), _rows(x, 2).reshape(-1, hc * x.shape[-1]), scale.numpy(), base.numpy(), rounds, F32(eps), F32(norm_eps),
+        _work(x, arithmetic), _rows(raw, 1), _rows(x, 2).reshape(-1, hc * x.shape[-1]), _weight(scale), _weight(base), rounds, F32(eps), F32(norm_eps),
         _rows(pre, 1), _rows(post, 1), _rows(comb, 2),
     )  # fmt: skip
     return pre, post, comb
@@ -69,13 +84,15 @@ def mixes(
 
 def collapse(x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
     h = torch.empty(*x.shape[:2], x.shape[-1])
-    rowwise.collapse(_rows(x, 2), _rows(pre, 1), weight.numpy(), F32(eps), arithmetic.rounds, _rows(h, 1))
+    work, rounds = _work(x, arithmetic), arithmetic.rounds
+    rowwise.collapse(work, _rows(x, 2), _rows(pre, 1), _weight(weight), F32(eps), rounds, _rows(h, 1))
     return h
 
 
 def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, arithmetic: Arithmetic) -> Tensor:
     out = torch.empty(residual.shape)
-    rowwise.expand(_rows(y, 1), _rows(residual, 2), _rows(post, 1), _rows(comb, 2), arithmetic.rounds, _rows(out, 2))
+    work, rounds = _work(residual, arithmetic), arithmetic.rounds
+    rowwise.expand(work, _rows(y, 1), _rows(residual, 2), _rows(post, 1), _rows(comb, 2), rounds, _rows(out, 2))
     return out
 
 
@@ -84,7 +101,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     ids = torch.empty(*logits.shape[:2], k, dtype=torch.int64)
     weights = torch.empty(*logits.shape[:2], k)
-    rowwise.route(_rows(logits, 1), bias.numpy(), normalise, F32(factor), ids.view(-1, k).numpy(), _rows(weights, 1))
+    work, arrays = _work(logits, arithmetic), (ids.view(-1, k).numpy(), _rows(weights, 1))
+    rowwise.route(work, _rows(logits, 1), _weight(bias), normalise, F32(factor), *arrays)
     return ids, weights
 
 
@@ -93,7 +111,8 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
     out = torch.empty(*gate_up.shape[:-1], inter)
     rows = _rows(gate_up, 1)
     weights = np.ones(rows.shape[0], F32) if routing is None else routing.contiguous().view(-1).numpy()
-    rowwise.swiglu(rows, weights, F32(limit), arithmetic.rounds, arithmetic.quantize_activations, _rows(out, 1))
+    flags = arithmetic.rounds, arithmetic.quantize_activations
+    rowwise.swiglu(gate_up.numel(), rows, weights, F32(limit), *flags, _rows(out, 1))
     return out
 
 
@@ -103,7 +122,7 @@ def expert_rows(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: floa
         return experts.expert_rows(x, ids, routing, bank, limit, arithmetic)
     out = torch.empty(x.shape)
     arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
-    weights = _stored(w13), _stored(w2)
+    weights = _weight(w13), _weight(w2)
     for row, chosen, shares, total in zip(*arrays, strict=True):
         rounds, quantizes = arithmetic.rounds, arithmetic.quantize_activations
         matrix_rows.experts(w13[0].numel(), row, chosen, shares, *weights, F32(limit), rounds, quantizes, total)
@@ -114,7 +133,7 @@ def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: Arithmetic) -> T
     if x.shape[1] > arithmetic.exact_tokens:
         return rows.linear(x, weight, rounds, arithmetic)
     out = torch.empty(*x.shape[:2], weight.shape[0])
-    matrix_rows.linear(weight.numel(), _rows(x, 1), weight.numpy(), rounds and arithmetic.rounds, _rows(out, 1))
+    matrix_rows.linear(weight.numel(), _rows(x, 1), _weight(weight), rounds and arithmetic.rounds, _rows(out, 1))
     return out
 
 
@@ -136,7 +155,7 @@ def attend(
     call = state.call
     queries, own, tables, outs = q.contiguous().numpy(), _stored(kv.contiguous()), table.contiguous().numpy(), out.numpy()
     work = q.shape[2] * q.shape[3] * (window + (0 if far is None else far[1].shape[-1]))
-    rings, scale, sinks = _stored(state[ring]), F32(q.shape[-1] ** -0.5), sink.numpy()
+    rings, scale, sinks = _stored(state[ring]), F32(q.shape[-1] ** -0.5), _weight(sink)
     caches, chosen = (_stored(far[0]), far[1].numpy()) if far is not None else (rings, np.empty((*q.shape[:2], 0), np.int64))
     for row, (slot, start) in enumerate(zip(call.slot.clamp_min(0).tolist(), call.start.tolist(), strict=True)):
         for t in range(q.shape[1]):
@@ -153,13 +172,11 @@ def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, cou
     out = torch.empty(1, count)
     queries, shares, stored = query[0].float().numpy(), weights[0].float().numpy(), _stored(keys)[int(slot)]
     work = query[0].numel() * count
-    attention_rows.index_scores(
-        query[0].numel() * count, queries, shares, _stored(keys)[int(slot)], arithmetic.rounds, out[0].numpy()
-    )
+    attention_rows.index_scores(work, queries, shares, stored, arithmetic.rounds, out[0].numpy())
     return out
 
 
 def top_ascending(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     out = torch.empty(*scores.shape[:-1], k, dtype=torch.int64)
-    rowwise.top_ascending(scores.contiguous().numpy(), visible.contiguous().numpy(), out.numpy())
+    rowwise.top_ascending(scores.numel(), scores.contiguous().numpy(), visible.contiguous().numpy(), out.numpy())
     return out
