@@ -60,9 +60,8 @@ class Attention(nn.Module):
         numerics = self.numerics
         table = rotary.compressed_rows if self.ratio else rotary.plain_rows
         quantised = numerics.activation(x)
-        qr = numerics.activation(self.q_norm(self.wq_a(quantised)))
-        q = self.wq_b(qr).unflatten(-1, (self.heads, self.dim))
-        kv = numerics.window_kv(numerics.ops.rotate(self.kv_norm(self.wkv(quantised)), table, numerics))
+        q, qr = self.queries(quantised)
+        kv = self.window_kv(quantised, table)
         if self.compressor is not None and self.indexer is not None:
             latent, groups, complete = self.compressor(x, call, state)
             first = (groups * self.ratio).clamp_max(rotary.compressed.shape[0] - 1)
@@ -74,9 +73,22 @@ class Attention(nn.Module):
         far = (state[f"ckv.{self.source}"], selection.topk_idxs) if self.ratio else None
         o = numerics.ops.attend(q, kv, f"swa.{self.layer}", far, table, self.attn_sink, self.window, state, numerics)
         state.write_ring(f"swa.{self.layer}", kv)
+        return self.output(o), selection
+
+    def queries(self, quantised: Tensor) -> tuple[Tensor, Tensor]:
+        """The sublayer's input after QDQ [B, T, d] to queries before rotation [B, T, H, D] and qr after QDQ [B, T, q rank]."""
+        qr = self.numerics.activation(self.q_norm(self.wq_a(quantised)))
+        return self.wq_b(qr).unflatten(-1, (self.heads, self.dim)), qr
+
+    def window_kv(self, quantised: Tensor, table: Tensor) -> Tensor:
+        """The same input and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""
+        return self.numerics.window_kv(self.numerics.ops.rotate(self.kv_norm(self.wkv(quantised)), table, self.numerics))
+
+    def output(self, o: Tensor) -> Tensor:
+        """The heads' values [B, T, H, D] through the grouped projection and wo_b: [B, T, d]."""
         weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
-        low = numerics.ops.grouped(o.unflatten(2, (self.groups, -1)).flatten(-2), weight, numerics)
-        return self.wo_b(numerics.activation(low.flatten(-2))), selection
+        low = self.numerics.ops.grouped(o.unflatten(2, (self.groups, -1)).flatten(-2), weight, self.numerics)
+        return self.wo_b(self.numerics.activation(low.flatten(-2)))
 
 
 Far = tuple[Tensor, Tensor]
@@ -110,6 +122,25 @@ def attend(
                 gathered = cache.flatten(0, 1)[index].masked_fill_((chosen < 0).unsqueeze(-1), 0).float()
                 valid = torch.cat([valid, chosen >= 0], -1)
             out.append(softmax_attention(turned[row, part], near, gathered, valid, sink, arithmetic))
+    return rotate(torch.cat(out).unflatten(0, q.shape[:2]), table, arithmetic, back=True)
+
+
+def attend_block(
+    q: Tensor, kv: Tensor, ring: str, table: Tensor, sink: Tensor, window: int, state: State, arithmetic: Arithmetic
+) -> Tensor:
+    """Attention of a draft block: every query sees the ``window`` positions before the call and all of the call's tokens.
+
+    As ``attend``, without selected groups; ``ring`` is read and stays as it is (docs/model.md, section 9). Row by row.
+    """
+    tokens = q.shape[1]
+    stretch = windows(state.history(ring, window), kv).float()
+    valid = state.call.start[:, None] + torch.arange(-window, tokens, device=q.device) >= 0
+    turned = rotate(q, table, arithmetic)
+    out = [
+        softmax_attention(turned[row, t : t + 1], stretch[row], None, valid[row : row + 1], sink, arithmetic)
+        for row in range(q.shape[0])
+        for t in range(tokens)
+    ]
     return rotate(torch.cat(out).unflatten(0, q.shape[:2]), table, arithmetic, back=True)
 
 

@@ -74,12 +74,16 @@ def collapse(x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: Ari
 
     Both are rounded: [B, T, d] fp32.
     """
+    return rms_norm(weighted_sum(x, pre, arithmetic), weight, eps, arithmetic)
+
+
+def weighted_sum(x: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """The collapse without a norm: the sum over streams of pre [B, T, hc] times x [B, T, hc, d], rounded: [B, T, d] fp32."""
 
     def mix(x: Tensor, pre: Tensor) -> Tensor:
         return torch.matmul(pre.unsqueeze(-2), x).squeeze(-2)
 
-    h = arithmetic.round(by_rows(mix, arithmetic.exact_tokens, x, pre))
-    return rms_norm(h, weight, eps, arithmetic)
+    return arithmetic.round(by_rows(mix, arithmetic.exact_tokens, x, pre))
 
 
 def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, arithmetic: Arithmetic) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from .checkpoint.reader import Checkpoint
 from .checkpoint.spec import is_vision
 from .config import load_config
+from .dspark.drafter import Drafter
 from .engram.token_map import token_map
 from .errors import RequestError
 from .linear import fill
@@ -27,14 +28,14 @@ def load_model(
     expert_storage: str = "decoded",
     kernels: str = "auto",
     progress: bool = True,
+    drafter: bool = False,
 ) -> DeepseekV41Model:
-    """Reads the text backbone from ``folder`` in the arithmetic ``numerics`` (release, fp32, fp32_no_qdq).
+    """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder`` in the arithmetic ``numerics`` (release, fp32, fp32_no_qdq).
 
     ``max_seq_len``: positions that state and rotary tables are made for, at most the configuration's
     max_position_embeddings and by default at most 8,192. ``expert_storage``: decoded or bytes (experts.py); ``kernels``:
-    auto, torch or numba (kernels/dispatch.py). Raises
-    ConfigError, CheckpointError or RequestError naming file, key or tensor. The drafter's and the vision tower's tensors
-    are checked but not read.
+    auto, torch or numba (kernels/dispatch.py). Raises ConfigError, CheckpointError or RequestError naming file, key or
+    tensor. The vision tower's tensors, and the drafter's where it is not asked for, are checked but not read.
     """
     config = load_config(folder)
     arithmetic = numerics_by_name(numerics)
@@ -42,12 +43,20 @@ def load_model(
     length = min(limit, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
     if not 1 <= length <= limit:
         raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length}")
+    if drafter and not config.num_nextn_predict_layers:
+        raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
     checkpoint = Checkpoint(folder, config, progress=progress)
     with torch.device("meta"):
         model = DeepseekV41Model(config, arithmetic, length, expert_storage, kernels)
     load_weights(model, checkpoint)
-    checkpoint.finish(lambda name: is_vision(name) or name.startswith("mtp."))
     model.rope_plain = rope_table(config, False, length)
+    if drafter:
+        with torch.device("meta"):
+            stages = Drafter(config, model.numerics, expert_storage)
+        load_weights(stages, checkpoint)
+        stages.rope_plain = model.rope_plain
+        model.add_drafter(stages)
+    checkpoint.finish(lambda name: is_vision(name) or (not drafter and name.startswith("mtp.")))
     model.rope_compressed = rope_table(config, True, length)
     model.token_map = (
         token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stack: embedding, residual streams, engram, blocks, head (docs/model.md, sections 2, 3, 8 and 9)."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -16,18 +18,28 @@ from .numerics import Arithmetic, Numerics
 from .rope import rope_table
 from .state import Call, State, StateSpec, make_call, state_spec, windows
 
+if TYPE_CHECKING:
+    from .dspark.drafter import Drafter
+
 
 class Block(nn.Module):
     """One layer: an attention and an expert sublayer, each between a collapse and an expansion of the streams."""
 
-    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic, expert_storage: str):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        arithmetic: Arithmetic,
+        expert_storage: str,
+        attention: type[Attention] = Attention,
+    ):
         super().__init__()
         self.arithmetic = arithmetic
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, arithmetic)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, arithmetic)
         self.hc_attn = HyperConnection(config, arithmetic)
         self.hc_ffn = HyperConnection(config, arithmetic)
-        self.attn = Attention(config, layer, arithmetic)
+        self.attn = attention(config, layer, arithmetic)
         self.engram: Engram | None = None
         self.ffn = MoE(config, arithmetic, layer >= config.num_hidden_layers, expert_storage)
 
@@ -87,6 +99,12 @@ class DeepseekV41Model(nn.Module):
         self.register_buffer("rope_plain", rope_table(config, False, max_seq_len), persistent=False)
         self.register_buffer("rope_compressed", rope_table(config, True, max_seq_len), persistent=False)
         self.register_buffer("token_map", torch.zeros(config.vocab_size, dtype=torch.int32), persistent=False)
+        self.drafter: Drafter | None = None
+        self.state_names = [spec.name for spec in self.state_spec(1)]
+
+    def add_drafter(self, drafter: "Drafter") -> None:
+        """Makes ``drafter`` this model's: its state joins the declared list. State allocated before does not fit any more."""
+        self.drafter = drafter
         self.state_names = [spec.name for spec in self.state_spec(1)]
 
     @property
@@ -95,8 +113,8 @@ class DeepseekV41Model(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def state_spec(self, slots: int) -> list[StateSpec]:
-        """The declared state for ``slots`` sequences of at most ``max_seq_len`` positions."""
-        return state_spec(self.config, self.numerics.dtype, slots, self.max_seq_len)
+        """The declared state for ``slots`` sequences of at most ``max_seq_len`` positions, the drafter's where there is one."""
+        return state_spec(self.config, self.numerics.dtype, slots, self.max_seq_len, self.drafter is not None)
 
     def forward(
         self, ids: Tensor, start: Tensor, length: Tensor, slot: Tensor, rank: Tensor, *state: Tensor, read_len: int

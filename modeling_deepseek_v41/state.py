@@ -28,20 +28,21 @@ class StateSpec:
     dtype: torch.dtype
 
 
-def state_spec(config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len: int) -> list[StateSpec]:
-    """The declared order of the backbone's state for ``slots`` sequences of at most ``max_seq_len`` positions.
+def state_spec(
+    config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len: int, drafter: bool = False
+) -> list[StateSpec]:
+    """The declared order of the state for ``slots`` sequences of at most ``max_seq_len`` positions, the backbone's first.
 
     swa.{l} [slots, C, head_dim]: window KV of every layer, ring. ckv.{o} [slots, G, head_dim] and ikey.{o}
     [slots, index_head_dim, G]: compressed KV and index keys of every kv source, by group. craw.{o} [slots, R, 2, head_dim]
     fp32: the (kv, score) rows of an incomplete group, where the ratio is above 1, ring. tok [slots, N] int32: the last
-    compressed token ids, ring, where there are engram layers.
+    compressed token ids, ring, where there are engram layers. mtp.swa.{i} [slots, C, head_dim]: window KV of every
+    drafter stage, ring, where there is a ``drafter``.
     """
     slack = 2 * (config.dspark_block_size + 1)
     dim = config.head_dim
-    spec = [
-        StateSpec(f"swa.{layer}", (slots, config.sliding_window + slack + 1, dim), dtype)
-        for layer in range(config.num_hidden_layers)
-    ]
+    window = (slots, config.sliding_window + slack + 1, dim)
+    spec = [StateSpec(f"swa.{layer}", window, dtype) for layer in range(config.num_hidden_layers)]
     for source in config.kv_source_layer_ids:
         ratio = config.compress_ratios[source]
         groups = -(-(max_seq_len // ratio + 1) // GROUP_TILE) * GROUP_TILE
@@ -51,6 +52,8 @@ def state_spec(config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len:
             spec.append(StateSpec(f"craw.{source}", (slots, ratio + slack + 1, 2, dim), torch.float32))
     if config.engram_layer_ids:
         spec.append(StateSpec("tok", (slots, config.engram_max_ngram_size + slack + 1), torch.int32))
+    if drafter:
+        spec += [StateSpec(f"mtp.swa.{stage}", window, dtype) for stage in range(config.num_nextn_predict_layers)]
     return spec
 
 

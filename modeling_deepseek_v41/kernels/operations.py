@@ -13,6 +13,7 @@ class Operations:
     linear: Callable
     grouped: Callable
     attend: Callable
+    attend_block: Callable
     index_scores: Callable
     top_ascending: Callable
     quantise: Callable

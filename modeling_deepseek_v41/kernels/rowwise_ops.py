@@ -166,6 +166,26 @@ def attend(
     return out
 
 
+def attend_block(
+    q: Tensor, kv: Tensor, ring: str, table: Tensor, sink: Tensor, window: int, state: State, arithmetic: Arithmetic
+) -> Tensor:
+    tokens = q.shape[1]
+    if tokens > arithmetic.exact_tokens:
+        return attention.attend_block(q, kv, ring, table, sink, window, state, arithmetic)
+    out = torch.empty(q.shape)
+    queries, own, tables, outs = q.contiguous().numpy(), _stored(kv.contiguous()), table.contiguous().numpy(), out.numpy()
+    work = q.shape[2] * q.shape[3] * (window + tokens)
+    rings, scale, sinks, none = _stored(state[ring]), F32(q.shape[-1] ** -0.5), _weight(sink), np.empty(0, np.int64)
+    for row, (slot, start) in enumerate(zip(state.call.slot.clamp_min(0).tolist(), state.call.start.tolist(), strict=True)):
+        for t in range(tokens):
+            # The causal loop at the block's last position, its window as much longer, sees exactly the keys of every query.
+            attention_rows.attend(
+                work, queries[row, t], own[row], rings[slot], rings[slot], none, tables[row, t], sinks,
+                start + tokens - 1, start, window + tokens, scale, arithmetic.rounds, outs[row, t],
+            )  # fmt: skip
+    return out
+
+
 def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic) -> Tensor:
     if query.shape[0] > 1:
         return indexer.index_scores(query, weights, keys, slot, count, arithmetic)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DSpark drafter: from the backbone's taps and the newest token to a block of drafts (docs/model.md, section 9).
+
+Parameters carry the checkpoint's names (mtp.{i}. ...). The embedding and the head are the backbone's and come as arguments.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..attention import Rotary, Selection
+from ..config import ModelConfig
+from ..errors import RequestError
+from ..hyper_connections import weighted_sum
+from ..numerics import Arithmetic
+from ..sampling import draw, greedy
+from ..state import State
+from .choice import Choice
+from .stage import Stage
+
+
+class Drafts(NamedTuple):
+    """k proposed tokens for each of B rows."""
+
+    ids: Tensor
+    """[B, k] int64."""
+    logits: Tensor
+    """[B, k, vocab] fp32, Markov logits included."""
+    probabilities: Tensor | None
+    """[B, k, vocab] fp32: the distributions that sampled drafts were drawn from; None for greedy drafts."""
+    confidence: Tensor
+    """[B, k] fp32, raw: before the sigmoid."""
+
+
+class Drafter(nn.Module):
+    """num_nextn_predict_layers stages over the backbone's taps. Parameters are uninitialised until they are loaded."""
+
+    rope_plain: Tensor
+
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, expert_storage: str = "decoded"):
+        super().__init__()
+        self.config, self.numerics = config, arithmetic
+        stages = range(config.num_nextn_predict_layers)
+        self.mtp = nn.ModuleList(Stage(config, index, arithmetic, expert_storage) for index in stages)
+        self.register_buffer("rope_plain", torch.empty(0), persistent=False)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """mtp.0, mtp.1, ..."""
+        return [cast(Stage, stage) for stage in self.mtp]
+
+    def update(self, taps: Tensor, state: State) -> None:
+        """Puts the call's positions into every stage's window: taps [B, T, targets * d] of the same call of the backbone.
+
+        Rows of rejected drafts may be among them: they lie behind every position that ``propose`` reads, and the next call
+        at their positions overwrites them.
+        """
+        first, numerics = self.stages[0], self.numerics
+        main_x = numerics.activation(first.main_norm(first.main_proj(numerics.activation(taps))))
+        table = self._rotary_rows(state.call.positions)
+        for stage in self.stages:
+            state.write_ring(stage.attn.ring, stage.attn.window_kv(main_x, table))
+
+    def propose(
+        self, token: Tensor, rank: Tensor, state: State, embed: Callable[[Tensor, Tensor], Tensor],
+        head: Callable[[Tensor], Tensor], num_draft_tokens: int, choice: Choice | None = None, uniforms: Tensor | None = None,
+    ) -> Drafts:  # fmt: skip
+        """Drafts the tokens that follow ``token`` [B] int64, the newest one, whose taps are not known yet.
+
+        The call of ``state`` has dspark_block_size tokens and starts at the position of ``token``; the windows hold the
+        positions before it. The block runs in full, as trained, also where fewer drafts are wanted. ``embed(ids, rank)`` and
+        ``head`` are the backbone's. Drafts are greedy, or with ``choice`` drawn with ``uniforms`` [B, k] in [0, 1).
+        State is not written.
+        """
+        check_num_draft_tokens(num_draft_tokens, self.config)
+        h = self._run_block(token, rank, state, embed)
+        last = self.stages[-1]
+        base = head(last.norm(h))
+        ids, logits, probabilities, confidence = [], [], [], []
+        for i in range(num_draft_tokens):
+            known = F.embedding(token, last.markov_head.embed.weight).float().unsqueeze(1)
+            now = base[:, i : i + 1] + last.markov_head.head(known)
+            confidence.append(last.confidence_head.proj(torch.cat([h[:, i : i + 1], known], -1)).flatten())
+            if choice is None or uniforms is None:
+                token = greedy(now.squeeze(1))
+            else:
+                probabilities.append(choice.probabilities(now))
+                token = draw(probabilities[-1].squeeze(1), uniforms[:, i])
+            ids.append(token)
+            logits.append(now)
+        chances = torch.cat(probabilities, 1) if probabilities else None
+        return Drafts(torch.stack(ids, 1), torch.cat(logits, 1), chances, torch.stack(confidence, 1))
+
+    def _run_block(self, token: Tensor, rank: Tensor, state: State, embed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The block [token, noise, ...] through the stages to the collapsed streams [B, block, d] before ``norm``."""
+        c = self.config
+        noise = token.new_full((token.shape[0], c.dspark_block_size - 1), c.dspark_noise_token_id)
+        x = embed(torch.cat([token.unsqueeze(1), noise], 1), rank).unsqueeze(2).repeat(1, 1, c.hc_mult, 1)
+        pre_mix = torch.zeros(x.shape[:3], device=x.device)
+        pre_mix[..., 0] = 1.0
+        rows = self._rotary_rows(state.call.positions)
+        rotary, selection = Rotary(self.rope_plain, self.rope_plain, rows, rows), Selection()
+        for stage in self.stages:
+            x, pre_mix, selection = stage(x, pre_mix, rotary, state.call, state, selection)
+        return weighted_sum(x, pre_mix, self.numerics)
+
+    def _rotary_rows(self, positions: Tensor) -> Tensor:
+        """Rotary rows [B, T, 2, R] at ``positions`` [B, T]; those behind the table's end belong to no real token."""
+        return self.rope_plain[positions.clamp_max(self.rope_plain.shape[0] - 1)]
+
+
+def check_num_draft_tokens(num_draft_tokens: int, config: ModelConfig) -> None:
+    """Raises RequestError where the drafter cannot make ``num_draft_tokens`` drafts at a time."""
+    block = config.dspark_block_size
+    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or not 1 <= num_draft_tokens <= block:
+        raise RequestError(
+            f"num_draft_tokens: expected 1 to {block}, found {num_draft_tokens!r}; the drafter was trained on blocks of"
+            f" dspark_block_size {block} positions ({config.source}) and has learned nothing about those behind"
+        )

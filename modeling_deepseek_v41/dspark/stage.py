@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of the drafter: the backbone's block with attention over its own window of main_x (docs/model.md, section 9)."""
+
+from torch import Tensor, nn
+
+from ..attention import Attention, Rotary, Selection
+from ..config import ModelConfig
+from ..linear import Embedding, Linear, RMSNorm
+from ..model import Block
+from ..numerics import Arithmetic
+from ..state import Call, State
+
+
+class StageAttention(Attention):
+    """Attention of a draft block over the stage's window of main_x and, not causally, over the block itself."""
+
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
+        super().__init__(config, layer, arithmetic)
+        self.ring = f"mtp.swa.{layer - config.num_hidden_layers}"
+
+    def forward(self, x: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection) -> tuple[Tensor, Selection]:
+        """x [B, block, d] to the sublayer's output [B, block, d]; the block's own KV is not kept."""
+        table = rotary.plain_rows
+        quantised = self.numerics.activation(x)
+        q, _ = self.queries(quantised)
+        kv = self.window_kv(quantised, table)
+        o = self.numerics.ops.attend_block(q, kv, self.ring, table, self.attn_sink, self.window, state, self.numerics)
+        return self.output(o), selection
+
+
+class MarkovHead(nn.Module):
+    """What the token before says about the next one: a low-rank table of logits, fp32."""
+
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
+        super().__init__()
+        self.embed = Embedding(config.vocab_size, config.dspark_markov_rank)
+        self.head = Linear(config.dspark_markov_rank, config.vocab_size, arithmetic, rounds=False)
+
+
+class ConfidenceHead(nn.Module):
+    """How sure the drafter is of a draft, as a raw number; its sigmoid is a share."""
+
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
+        super().__init__()
+        self.proj = Linear(config.hidden_size + config.dspark_markov_rank, 1, arithmetic, rounds=False)
+
+
+class Stage(Block):
+    """mtp.{index}: the first stage owns the projection of the taps, the last one the heads."""
+
+    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, expert_storage: str):
+        super().__init__(config, config.num_hidden_layers + index, arithmetic, expert_storage, StageAttention)
+        d, eps = config.hidden_size, config.rms_norm_eps
+        if index == 0:
+            self.main_proj = Linear(len(config.dspark_target_layer_ids) * d, d, arithmetic, fp8=True)
+            self.main_norm = RMSNorm(d, eps, arithmetic)
+        if index == config.num_nextn_predict_layers - 1:
+            self.norm = RMSNorm(d, eps, arithmetic)
+            self.markov_head = MarkovHead(config, arithmetic)
+            self.confidence_head = ConfidenceHead(config, arithmetic)
