@@ -83,7 +83,7 @@ class Drafter(nn.Module):
         for i in range(num_draft_tokens):
             known = F.embedding(token, last.markov_head.embed.weight).float().unsqueeze(1)
             now = base[:, i : i + 1] + last.markov_head.head(known)
-            confidence.append(last.confidence_head.proj(torch.cat([h[:, i : i + 1], known], -1)).flatten())
+            confidence.append(last.confidence_head(torch.cat([h[:, i : i + 1], known], -1)).flatten())
             if choice is None or uniforms is None:
                 token = greedy(now.squeeze(1))
             else:

@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..linear import Embedding, Linear, RMSNorm
 from ..model import Block
 from ..numerics import Arithmetic
+from ..rows import by_rows
 from ..state import Call, State
 
 
@@ -42,7 +43,17 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
         super().__init__()
+        self.arithmetic = arithmetic
         self.proj = Linear(config.hidden_size + config.dspark_markov_rank, 1, arithmetic, rounds=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, d + rank] to [B, T, 1] fp32. Not ``proj`` itself: a matrix with one row is another routine in a matrix
+        library, whose sums depend on a row's place."""
+
+        def product(rows: Tensor) -> Tensor:
+            return (rows * self.proj.weight).sum(-1, keepdim=True)
+
+        return by_rows(product, self.arithmetic.exact_tokens, x)
 
 
 class Stage(Block):
