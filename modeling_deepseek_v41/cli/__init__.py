@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import DeepseekV41Error, RequestError
-from . import generate, inspect, score
+from . import generate, inspect, score, verify
 
-COMMANDS = (generate, score, inspect)
+COMMANDS = (generate, score, inspect, verify)
 
 EPILOG = """\
 examples:
   deepseek-v41 inspect CKPT
   deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --max-new-tokens 50
   deepseek-v41 score --model-path CKPT --text "The ferry leaves at seven."
+  deepseek-v41 verify --model-path CKPT --golden GOLDEN
 
 CKPT is a folder in the format of the DeepSeek-V4.1-Flash release: config.json, tokenizer.json and safetensors files.
 Exit codes: 0 done, 1 a check failed, 2 the input cannot be used, 130 interrupted.
@@ -36,7 +37,7 @@ def build_parser() -> Parser:
     """The command line of all commands."""
     parser = Parser(
         prog="deepseek-v41",
-        description="DeepSeek-V4.1-Flash on plain CPU: generate and score text, look into checkpoints.",
+        description="DeepSeek-V4.1-Flash on plain CPU: generate and score text, look into checkpoints, check the numbers.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
