@@ -110,9 +110,7 @@ def _local_experts(
     arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
     rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else expert_by_expert
-    only, one = chosen.new_zeros(rows.shape[0], 1), routing.new_ones(rows.shape[0], 1)
-    routed = run(rows, chosen, routing, as_bank(bank), limit, arithmetic)
-    return routed.add_(run(rows, only, one, as_bank(shared), limit, arithmetic)).view(x.shape)
+    return run(rows, chosen, routing, as_bank(bank), as_bank(shared), limit, arithmetic).view(x.shape)
 
 
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
@@ -136,31 +134,44 @@ def _weight(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
     return weights[expert] if scales is None else decode_fp4(weights[expert], scales[expert])
 
 
-def expert_rows(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    """The chosen experts' sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
-    w13, s13, w2, s2 = bank
+def expert_rows(
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+) -> Tensor:
+    """The chosen and the shared expert's sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
     sums = []
     for row, row_ids in enumerate(ids.tolist()):
-        token = x[row : row + 1].to(w13.dtype if s13 is None else torch.float32)
-        gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in row_ids])
-        h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing[row], limit, arithmetic).to(token.dtype)
-        y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(row_ids)])
-        sums.append(arithmetic.round(y).sum(0, keepdim=True))
+        token = x[row : row + 1]
+        routed = _one_row(token, row_ids, routing[row], bank, limit, arithmetic)
+        sums.append(routed + _one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic))
     return torch.cat(sums)
 
 
-def expert_by_expert(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
+def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
     w13, s13, w2, s2 = bank
+    token = x.to(w13.dtype if s13 is None else torch.float32)
+    gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in ids])
+    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
+    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(ids)])
+    return arithmetic.round(y).sum(0, keepdim=True)
+
+
+def expert_by_expert(
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+) -> Tensor:
+    """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=w13.shape[0]).tolist()
+    counts = ids.flatten().bincount(minlength=bank[0].shape[0]).tolist()
     out = torch.zeros_like(x)
     for expert, places in enumerate(order.split(counts)):
-        if not counts[expert]:
-            continue
-        rows = places // k
-        gate_up = arithmetic.round(F.linear(x[rows], _weight(w13, s13, expert).float()))
-        h = arithmetic.ops.swiglu(gate_up, routing.flatten()[places], limit, arithmetic)
-        out.index_add_(0, rows, arithmetic.round(F.linear(h, _weight(w2, s2, expert).float())))
-    return out
+        if counts[expert]:
+            rows = places // k
+            out.index_add_(0, rows, _one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
+    return out.add_(_one_expert(x, 0, None, shared, limit, arithmetic))
+
+
+def _one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    w13, s13, w2, s2 = bank
+    gate_up = arithmetic.round(F.linear(x, _weight(w13, s13, expert).float()))
+    h = arithmetic.ops.swiglu(gate_up, routing, limit, arithmetic)
+    return arithmetic.round(F.linear(h, _weight(w2, s2, expert).float()))

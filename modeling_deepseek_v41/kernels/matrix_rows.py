@@ -94,23 +94,27 @@ def grouped(x, w, rounds, out):  # type: ignore[no-untyped-def]
 
 
 @threaded
-def experts(x, ids, routing, w13, w2, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
-    """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing), rounded as experts.local_experts says.
+def experts(x, ids, routing, w13, w2, shared_w13, shared_w2, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
+    """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing) and the shared one's, as experts.local_experts says.
 
-    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I].
+    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I], the shared ones' [1, ...].
     """
     k, width, inter, dim = ids.shape[0], w13.shape[1], w2.shape[2], out.shape[0]
-    gate_up, h, y = np.empty((k, width), F32), np.empty((k, inter), F32), np.empty((k, dim), F32)
+    gate_up, h, y = np.empty((k + 1, width), F32), np.empty((k + 1, inter), F32), np.empty((k + 1, dim), F32)
+    share = np.ones(k + 1, F32)
+    share[:k] = routing
     strips = -(-width // STRIP)
-    for item in prange(k * strips):
+    for item in prange((k + 1) * strips):
         i, first = item // strips, item % strips * STRIP
-        strip(w13[ids[i]], first, min(first + STRIP, width), x, rounds, gate_up[i])
-    swiglu_alone(gate_up, routing, limit, rounds, quantizes, h)
+        w = w13[ids[i]] if i < k else shared_w13[0]
+        strip(w, first, min(first + STRIP, width), x, rounds, gate_up[i])
+    swiglu_alone(gate_up, share, limit, rounds, quantizes, h)
     strips = -(-dim // STRIP)
-    for item in prange(k * strips):
+    for item in prange((k + 1) * strips):
         i, first = item // strips, item % strips * STRIP
-        strip(w2[ids[i]], first, min(first + STRIP, dim), h[i], rounds, y[i])
+        w = w2[ids[i]] if i < k else shared_w2[0]
+        strip(w, first, min(first + STRIP, dim), h[i], rounds, y[i])
     out[:] = y[0]
-    for i in range(1, k):
+    for i in range(1, k + 1):
         for j in range(dim):
             out[j] += y[i, j]

@@ -75,10 +75,9 @@ def mixes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hc = x.shape[-2]
     pre, post, comb = (torch.empty(*x.shape[:2], *shape) for shape in ((hc,), (hc,), (hc, hc)))
-    rowwise.mixes(
-        _work(x, arithmetic), _rows(raw, 1), _rows(x, 2).reshape(-1, hc * x.shape[-1]), _weight(scale), _weight(base), rounds, F32(eps), F32(norm_eps),
-        _rows(pre, 1), _rows(post, 1), _rows(comb, 2),
-    )  # fmt: skip
+    arrays = _rows(raw, 1), _rows(x, 2).reshape(-1, hc * x.shape[-1]), _weight(scale), _weight(base)
+    outs = _rows(pre, 1), _rows(post, 1), _rows(comb, 2)
+    rowwise.mixes(_work(x, arithmetic), *arrays, rounds, F32(eps), F32(norm_eps), *outs)
     return pre, post, comb
 
 
@@ -116,16 +115,18 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
     return out
 
 
-def expert_rows(x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+def expert_rows(
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+) -> Tensor:
     w13, scale, w2, _ = bank
     if scale is not None:
-        return experts.expert_rows(x, ids, routing, bank, limit, arithmetic)
+        return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
     out = torch.empty(x.shape)
     arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
-    weights = _weight(w13), _weight(w2)
+    weights = _weight(w13), _weight(w2), _weight(shared[0]), _weight(shared[2])
+    flags = F32(limit), arithmetic.rounds, arithmetic.quantize_activations
     for row, chosen, shares, total in zip(*arrays, strict=True):
-        rounds, quantizes = arithmetic.rounds, arithmetic.quantize_activations
-        matrix_rows.experts(w13[0].numel(), row, chosen, shares, *weights, F32(limit), rounds, quantizes, total)
+        matrix_rows.experts(w13[0].numel(), row, chosen, shares, *weights, *flags, total)
     return out
 
 

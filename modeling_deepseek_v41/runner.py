@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model together with the state of its slots: the calls that an engine is made of."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .buckets import PREFILL_BUCKETS, next_chunk, prefill_buckets, read_length
+from .errors import DeepseekV41Error, RequestError
+from .model import DeepseekV41Model
+from .state import allocate
+
+HEAD_ROWS = 64
+"""Positions whose logits are made at a time where a prompt's are all wanted: bounds the memory to 64 vocabularies."""
+
+
+class Runner:
+    """Runs ``model`` on ``slots`` sequences. State is allocated once and never cleared: reading goes by position.
+
+    Positions belong to the caller: a slot is taken over by starting at position 0 again, rows that were written and are
+    not wanted are overwritten by the next call at their positions.
+    """
+
+    def __init__(self, model: DeepseekV41Model, slots: int, buckets: Sequence[int] = PREFILL_BUCKETS) -> None:
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise RequestError(f"max_batch: expected an integer of 1 or more, found {slots!r}")
+        self.model, self.slots = model, slots
+        self.buckets = prefill_buckets(model.max_seq_len, buckets)
+        try:
+            self._state = allocate(model.state_spec(slots))
+        except RuntimeError as error:
+            raise RequestError(
+                f"max_batch {slots} and max_seq_len {model.max_seq_len}: their state does not fit into"
+                f" memory ({error}); lower one of them"
+            ) from None
+        self._rank = torch.zeros(1, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def call(self, ids: Tensor, start: Sequence[int], length: Sequence[int], slot: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One forward of ids [B, T] int64, row b at position ``start[b]`` of ``slot[b]`` with ``length[b]`` real tokens.
+
+        Returns hidden [B, T, d] and taps [B, T, targets * d]; rows of padding are meaningless.
+        """
+        end = max(first + count for first, count in zip(start, length, strict=True))
+        where = (torch.tensor(values, dtype=torch.int64) for values in (start, length, slot))
+        read = read_length(end, self.model.max_seq_len)
+        hidden, taps, *_ = self.model(ids, *where, self._rank, *self._state, read_len=read)
+        return hidden, taps
+
+    def prefill(self, prompt: Sequence[int], start: int, slot: int) -> tuple[Tensor, Tensor]:
+        """The next chunk of ``prompt``, from position ``start`` on: hidden [1, n, d] and taps of its n real tokens.
+
+        A sequence runs by itself, padded to its bucket, so its numbers do not depend on what else the slots hold.
+        """
+        tokens, padded = next_chunk(start, len(prompt), self.buckets)
+        ids = torch.zeros(1, padded, dtype=torch.int64)
+        ids[0, :tokens] = torch.tensor(prompt[start : start + tokens])
+        hidden, taps = self.call(ids, [start], [tokens], [slot])
+        return hidden[:, :tokens], taps[:, :tokens]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, T, d] to logits [B, T, vocab] fp32; raises DeepseekV41Error where they are no distribution."""
+        logits = self.model.logits(hidden)
+        if not logits.amax(-1).isfinite().all():
+            raise DeepseekV41Error(
+                "the model's logits are not finite (NaN, or infinite in every column): its weights do not fit its"
+                " configuration or arithmetic; 'deepseek-v41 inspect' shows the checkpoint, numerics fp32 has the widest range"
+            )
+        return logits
+
+    def prompt_logits(self, prompt: Sequence[int], slot: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Runs ``prompt`` from position 0 and yields (position, logits [n, vocab] fp32) from position ``first`` on.
+
+        At most HEAD_ROWS positions at a time, in order, so that a long prompt needs little memory.
+        """
+        start = 0
+        while start < len(prompt):
+            hidden, _ = self.prefill(prompt, start, slot)
+            end = start + hidden.shape[1]
+            for position in range(max(start, first), end, HEAD_ROWS):
+                yield position, self.logits(hidden[:, position - start : position - start + HEAD_ROWS])[0]
+            start = end
