@@ -93,12 +93,10 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     Token i is drawn where the mass before it is at most u times the row's whole mass, and the mass up to it is more.
     A token of probability 0 is never drawn, not even by a u of exactly 1, which some generators give.
     """
-    ids = []
-    for row, u in zip(probs.double(), uniform.double(), strict=True):
-        mass = row.cumsum(-1)
-        found = torch.searchsorted(mass, (u * mass[-1]).unsqueeze(0), right=True)
-        ids.append(torch.minimum(found, (mass < mass[-1]).sum()))
-    return torch.cat(ids)
+    mass = probs.double().cumsum(-1)
+    whole = mass[:, -1:]
+    found = torch.searchsorted(mass, uniform.double().unsqueeze(1) * whole, right=True)
+    return torch.minimum(found, (mass < whole).sum(-1, keepdim=True)).squeeze(1)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from chi_square import p_value
 from torch import Tensor
 
 from modeling_deepseek_v41.dspark.acceptance import Accepted, accept_greedy, accept_sampled
@@ -74,8 +75,7 @@ class Chain:
 
     def __init__(self, seed: int, scale: float, choice: Choice):
         logits = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-        one = Choice(*(None if option is None else option.repeat(VOCAB) for option in choice))  # type: ignore[arg-type]
-        self.table = one.probabilities(logits)
+        self.table = choice.probabilities(logits)
 
     def __call__(self, before: Tensor, last: Tensor) -> Tensor:
         """The distribution [n, VOCAB] behind the tokens ``before`` and ``last`` [n]."""
@@ -100,7 +100,7 @@ def wrong_always_from_target(drafts: Tensor, q: Tensor | None, p: Tensor, unifor
 
 
 def wrong_ratio(drafts: Tensor, q: Tensor | None, p: Tensor, uniforms: Tensor, length: Tensor) -> Accepted:
-    """Acceptance with probability p instead of p / q."""
+    """Acceptance with probability p instead of p / q, as if the draft had been chosen without chance."""
     one = None if q is None else torch.ones_like(q)
     return accept_sampled(drafts, one, p, uniforms, length)
 
@@ -142,18 +142,43 @@ def inverse(p: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(mass, (u * mass[:, -1]).unsqueeze(1), right=True).squeeze(1).clamp_max(VOCAB - 1)
 
 
-def p_value(tokens: Tensor, expected: Tensor) -> float:
-    """Pearson's chi-square of the joint counts; cells that may not occur must not, cells under 5 are put together."""
-    places = (tokens * VOCAB ** torch.arange(tokens.shape[1]).flip(0)).sum(1)
-    counts, wanted = places.bincount(minlength=len(expected)).double(), expected * len(tokens)
-    if counts[expected == 0].sum() > 0:
-        return 0.0
-    small = wanted < 5
-    counts = torch.cat([counts[~small], counts[small].sum().view(1)])
-    wanted = torch.cat([wanted[~small], wanted[small].sum().view(1)])
-    counts, wanted = counts[wanted > 0], wanted[wanted > 0]
-    statistic = ((counts - wanted).square() / wanted).sum().item()
-    return 1 - torch.special.gammainc(torch.tensor((len(wanted) - 1) / 2).double(), torch.tensor(statistic / 2).double()).item()
+CASES = [
+    (0.5, 0, 1.0), (1.0, 0, 1.0), (1.5, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.7), (1.5, 4, 0.8),
+]  # fmt: skip
+SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy drafts", "sampled drafts"])
+
+
+def chains(temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Chain, Chain]:
+    """The target and a draft that is half right: both under the same options."""
+    choice = options(temperature, top_k, top_p)
+    return Chain(1, 1.0, choice), Chain(2, 0.7, choice)
+
+
+@SAMPLED
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
+def test_speculation_leaves_the_distribution_as_it_is(temperature: float, top_k: int, top_p: float, sampled: bool) -> None:
+    target, draft = chains(temperature, top_k, top_p)
+    tokens = generate(target, draft, sampled, accept_sampled, seed=3)
+    assert p_value(tokens, target.joint(K + 1), VOCAB) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampled"), [(wrong_always_from_target, False), (wrong_always_from_target, True), (wrong_ratio, True)]
+)
+def test_a_wrong_rule_is_found(rule: object, sampled: bool) -> None:
+    target, draft = chains(1.0)
+    assert p_value(generate(target, draft, sampled, rule, seed=3), target.joint(K + 1), VOCAB) < 1e-12
+
+
+def test_the_chi_square_test_itself() -> None:
+    target, _ = chains(1.0)
+    generator, before = torch.Generator().manual_seed(4), torch.zeros(DRAWS).long()
+    last, tokens = before, []
+    for _ in range(K + 1):
+        before, last = last, inverse(target(before, last), torch.rand(DRAWS, generator=generator, dtype=torch.float64))
+        tokens.append(last)
+    assert p_value(torch.stack(tokens, 1), target.joint(K + 1), VOCAB) > 1e-3
+    assert math.isclose(target.joint(2).sum().item(), 1, rel_tol=1e-6)
 
 
 def options(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Choice:
