@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
         super().__init__()
         c = config
-        self.layer, self.numerics, self.window = layer, arithmetic, c.sliding_window
+        self.ring, self.numerics, self.window = f"swa.{layer}", arithmetic, c.sliding_window
         self.heads, self.dim, self.groups = c.num_attention_heads, c.head_dim, c.o_groups
         self.ratio = c.compress_ratios[layer]
         self.wq_a = Linear(c.hidden_size, c.q_lora_rank, arithmetic, fp8=True)
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         if self.indexer is not None:
             selection = Selection(*self.indexer(x, qr, table, selection.candidates, call, state))
         far = (state[f"ckv.{self.source}"], selection.topk_idxs) if self.ratio else None
-        o = numerics.ops.attend(q, kv, f"swa.{self.layer}", far, table, self.attn_sink, self.window, state, numerics)
-        state.write_ring(f"swa.{self.layer}", kv)
+        o = numerics.ops.attend(q, kv, self.ring, far, table, self.attn_sink, self.window, state, numerics)
+        state.write_ring(self.ring, kv)
         return self.output(o), selection
 
     def queries(self, quantised: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,12 +30,13 @@ def load_model(
     progress: bool = True,
     drafter: bool = False,
 ) -> DeepseekV41Model:
-    """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder`` in the arithmetic ``numerics`` (release, fp32, fp32_no_qdq).
+    """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``.
 
-    ``max_seq_len``: positions that state and rotary tables are made for, at most the configuration's
-    max_position_embeddings and by default at most 8,192. ``expert_storage``: decoded or bytes (experts.py); ``kernels``:
-    auto, torch or numba (kernels/dispatch.py). Raises ConfigError, CheckpointError or RequestError naming file, key or
-    tensor. The vision tower's tensors, and the drafter's where it is not asked for, are checked but not read.
+    ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
+    are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``expert_storage``:
+    decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py). Raises ConfigError,
+    CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the drafter's where it is
+    not asked for, are checked but not read.
     """
     config = load_config(folder)
     arithmetic = numerics_by_name(numerics)

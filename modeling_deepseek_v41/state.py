@@ -28,9 +28,7 @@ class StateSpec:
     dtype: torch.dtype
 
 
-def state_spec(
-    config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len: int, drafter: bool = False
-) -> list[StateSpec]:
+def state_spec(config: ModelConfig, dtype: torch.dtype, slots: int, max_seq_len: int, drafter: bool = False) -> list[StateSpec]:
     """The declared order of the state for ``slots`` sequences of at most ``max_seq_len`` positions, the backbone's first.
 
     swa.{l} [slots, C, head_dim]: window KV of every layer, ring. ckv.{o} [slots, G, head_dim] and ikey.{o}

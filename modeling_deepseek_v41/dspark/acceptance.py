@@ -18,7 +18,7 @@ class Accepted(NamedTuple):
 
     tokens: Tensor
     """[B, k + 1] int64, -1 behind the last one."""
-    count: Tensor
+    counts: Tensor
     """[B] int64, how many there are."""
 
 
@@ -62,9 +62,9 @@ def accept_sampled(
 
 def _leading(tokens: Tensor, kept: Tensor, length: Tensor) -> Accepted:
     """tokens [B, k + 1] up to one behind the leading ``kept`` [B, k], at most ``length`` of them."""
-    count = torch.minimum(_leading_ones(kept) + 1, length)
-    behind = torch.arange(tokens.shape[1], device=tokens.device) >= count.unsqueeze(1)
-    return Accepted(tokens.masked_fill(behind, -1), count)
+    counts = torch.minimum(_leading_ones(kept) + 1, length)
+    behind = torch.arange(tokens.shape[1], device=tokens.device) >= counts.unsqueeze(1)
+    return Accepted(tokens.masked_fill(behind, -1), counts)
 
 
 def _leading_ones(kept: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     tokens: Tensor
     """[B, k + 1] int64: the new tokens, -1 behind the last one."""
-    count: Tensor
+    counts: Tensor
     """[B] int64: how many there are, 1 to k + 1 in an active row."""
     next_token: Tensor
     """[B] int64: the last of them, with which the next step begins."""
@@ -78,10 +78,10 @@ def speculative_step(
     hidden, taps, *state_out = model(ids, start, length, slot, rank, *tensors, read_len=read_len)
     logits = model.logits(hidden)
     if choice is None or uniforms is None:
-        tokens, count = accept_greedy(drafts.ids, logits, length)
+        tokens, counts = accept_greedy(drafts.ids, logits, length)
     else:
         target = choice.probabilities(logits)
-        tokens, count = accept_sampled(drafts.ids, drafts.probabilities, target, uniforms[:, k:], length)
+        tokens, counts = accept_sampled(drafts.ids, drafts.probabilities, target, uniforms[:, k:], length)
     drafter.update(taps, State(model.state_names, tuple(state_out), make_call(start, length, slot, k + 1, read_len)))
-    last = tokens.gather(1, (count - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-    return Step(tokens, count, last, start + count, logits, drafts), state_out
+    last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+    return Step(tokens, counts, last, start + counts, logits, drafts), state_out

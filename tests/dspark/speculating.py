@@ -104,8 +104,8 @@ def speculative(
         if after is not None:
             after(session, step.next_start, start + length, slot)
         for row in range(rows):
-            new = step.tokens[row, : step.count[row]]
-            assert (new >= 0).all() and (step.tokens[row, step.count[row] :] == -1).all()
+            new = step.tokens[row, : step.counts[row]]
+            assert (new >= 0).all() and (step.tokens[row, step.counts[row] :] == -1).all()
             out[row] += new.tolist()
         token = torch.where(slot >= 0, step.next_token, token)
         start = step.next_start

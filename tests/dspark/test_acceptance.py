@@ -35,13 +35,11 @@ def one_hot_logits(ids: list[int]) -> Tensor:
         ([1, 2, 3], [0, 2, 3, 4], 0, []),
     ],
 )
-def test_greedy_keeps_the_longest_prefix_plus_one(
-    drafts: list[int], best: list[int], length: int, expected: list[int]
-) -> None:
+def test_greedy_keeps_the_longest_prefix_plus_one(drafts: list[int], best: list[int], length: int, expected: list[int]) -> None:
     ids, logits = torch.tensor([drafts]), one_hot_logits(best)
     wanted = expected + [-1] * (4 - len(expected))
     greedy = accept_greedy(ids, logits, torch.tensor([length]))
-    assert greedy.tokens.tolist() == [wanted] and greedy.count.tolist() == [len(expected)]
+    assert greedy.tokens.tolist() == [wanted] and greedy.counts.tolist() == [len(expected)]
     cold = Choice(torch.zeros(1, dtype=torch.float64)).probabilities(logits)
     for q in (None, torch.full((1, 3, VOCAB), 0.2)):
         sampled = accept_sampled(ids, q, cold, torch.full((1, 4), 0.999), torch.tensor([length]))
@@ -67,7 +65,7 @@ def test_equal_distributions_keep_every_draft() -> None:
     p = torch.softmax(torch.randn(64, K + 1, VOCAB, generator=torch.Generator().manual_seed(0)), -1)
     drafts = p[:, :K].argmax(-1)
     uniforms = torch.rand(64, K + 1, generator=torch.Generator().manual_seed(1))
-    assert (accept_sampled(drafts, p[:, :K], p, uniforms, torch.full((64,), K + 1)).count == K + 1).all()
+    assert (accept_sampled(drafts, p[:, :K], p, uniforms, torch.full((64,), K + 1)).counts == K + 1).all()
 
 
 class Chain:
@@ -94,9 +92,9 @@ class Chain:
 def wrong_always_from_target(drafts: Tensor, q: Tensor | None, p: Tensor, uniforms: Tensor, length: Tensor) -> Accepted:
     """A rejected draft is replaced by a draw from p, not from what q left of it: a well-known fault."""
     good = accept_sampled(drafts, q, p, uniforms, length)
-    at = (good.count - 1).unsqueeze(1)
+    at = (good.counts - 1).unsqueeze(1)
     again = draw(p.gather(1, at.unsqueeze(-1).expand(-1, 1, VOCAB)).squeeze(1), uniforms[:, -1])
-    return Accepted(good.tokens.scatter(1, at, again.unsqueeze(1)), good.count)
+    return Accepted(good.tokens.scatter(1, at, again.unsqueeze(1)), good.counts)
 
 
 def wrong_ratio(drafts: Tensor, q: Tensor | None, p: Tensor, uniforms: Tensor, length: Tensor) -> Accepted:
@@ -130,9 +128,9 @@ def generate(target: Chain, draft: Chain, sampled: bool, rule: object, seed: int
             torch.stack(drafts, 1), torch.stack(q, 1) if sampled else None, torch.stack(p, 1), uniforms[:, K:], limit
         )
         for i in range(K + 1):
-            real = i < accepted.count
+            real = i < accepted.counts
             out[active[real], at[real] + i] = accepted.tokens[real, i]
-        done[active] += accepted.count
+        done[active] += accepted.counts
     return out[:, 2:]
 
 

@@ -60,7 +60,7 @@ def test_a_drafter_changes_nothing_in_the_backbone(model: DeepseekV41Model, prom
 
 def test_every_tensor_of_the_drafter_is_read_and_counts(folder: Path, tmp_path: Path) -> None:
     """Each kind of mtp tensor zeroed in turn changes draft logits or confidence."""
-    model = load_model(folder, "fp32", kernels="torch", progress=False, drafter=True)
+    model = load_model(folder, "fp32", progress=False, drafter=True)
     assert model.drafter is not None
     expected = outputs(model)
     names = [name for name in expected_tensors(load_config(folder)) if name.startswith("mtp.") and not is_vision(name)]
@@ -107,7 +107,7 @@ def test_loading_is_strict(folder: Path, tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("numerics", ["fp32_no_qdq"])
-@pytest.mark.parametrize("depth", [16, 48, 200])
+@pytest.mark.parametrize("depth", [16, 40])
 def test_drafts_do_not_depend_on_how_the_text_was_read(model: DeepseekV41Model, prompts: list[Tensor], depth: int) -> None:
     assert_same_at_depth(model, prompts[1], depth)
 

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_context import long_model
 from speculating import Session, plain, scripts, speculative
 from torch import Tensor
 
 from modeling_deepseek_v41.model import DeepseekV41Model
 
-NUMERICS = pytest.mark.parametrize("numerics", ["fp32", "release"])
-TOKENS = 24
+NUMERICS = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "torch"), ("release", "numba")])
+ALL = pytest.mark.parametrize(
+    ("numerics", "kernels"), [(numerics, kernels) for numerics in ("fp32", "release") for kernels in ("torch", "numba")]
+)
+TOKENS = 14
 _plain: dict[tuple[int, int], Tensor] = {}
 
 
@@ -43,9 +47,9 @@ def test_the_drafter_of_the_checkpoint(model: DeepseekV41Model, prompts: list[Te
 
 
 @NUMERICS
-@pytest.mark.parametrize("kind", ["right", "wrong", "random", "every third"])
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize(("kind", "k"), [("right", 5), ("right", 2), ("wrong", 3), ("random", 5), ("every third", 4)])
 def test_any_drafter(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor], kind: str, k: int) -> None:
+    prompts, answers = prompts[::2], answers[::2]
     found, steps = speculative(model, prompts, TOKENS, k, scripts(model, prompts, answers, kind))
     assert_same(found, answers)
     if kind == "right":
@@ -54,17 +58,14 @@ def test_any_drafter(model: DeepseekV41Model, prompts: list[Tensor], answers: li
         assert steps == TOKENS - 1
 
 
-@pytest.mark.parametrize(("numerics", "kernels"), [("release", "numba"), ("fp32", "numba")])
-def test_compiled_operations(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
-    for kind in ("right", "every third"):
-        assert_same(speculative(model, prompts, TOKENS, 5, scripts(model, prompts, answers, kind))[0], answers)
-    assert_same(speculative(model, prompts, TOKENS, 4)[0], answers)
+@pytest.mark.parametrize(("numerics", "kernels"), [("release", "torch"), ("fp32", "numba")])
+def test_the_other_operations(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
+    prompts, answers = prompts[1:4], answers[1:4]
+    assert_same(speculative(model, prompts, TOKENS, 5, scripts(model, prompts, answers, "every third"))[0], answers)
 
 
 @NUMERICS
-def test_a_row_does_not_depend_on_its_neighbours(
-    model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]
-) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
     together, alone = Session(model, 3), Session(model)
     chosen = [0, 2, 3]
     for slot, row in enumerate(chosen):
@@ -81,10 +82,8 @@ def test_a_row_does_not_depend_on_its_neighbours(
         assert torch.equal(both.drafts.confidence[slot], one.drafts.confidence[0])
 
 
-@NUMERICS
-def test_verified_rows_have_the_bits_of_decode(
-    model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]
-) -> None:
+@ALL
+def test_verified_rows_have_the_bits_of_decode(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
     """Six rows at once and one after another: a matrix library that sums six rows in another order would show here."""
     for prompt, answer in zip(prompts, answers, strict=True):
         session, single = Session(model, 1, scripts(model, [prompt], [answer], "right")), Session(model)
@@ -122,11 +121,10 @@ def poison_everything(session: Session) -> None:
 
 
 @NUMERICS
-@pytest.mark.parametrize("kind", ["drafter", "wrong", "every third"])
-def test_rejected_rows_are_never_read(
-    model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor], kind: str
-) -> None:
+@pytest.mark.parametrize("kind", ["drafter", "every third"])
+def test_rejected_rows_are_never_read(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor], kind: str) -> None:
     """State begins as NaN, and what rejected rows wrote becomes NaN after every step."""
+    prompts, answers = prompts[::2], answers[::2]
     drafter = None if kind == "drafter" else scripts(model, prompts, answers, kind)
     found, steps = speculative(model, prompts, TOKENS, 5, drafter, after=poison, before=poison_everything)
     assert_same(found, answers)
@@ -148,31 +146,27 @@ def test_up_to_the_last_position(model: DeepseekV41Model, prompts: list[Tensor])
 
 
 @pytest.mark.slow
-@NUMERICS
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
-def test_the_whole_matrix(model: DeepseekV41Model) -> None:
-    """20 prompts of 1 token to 4 windows, alone and in batches of 4, all k, until the context is full."""
+@ALL
+def test_the_whole_matrix(model: DeepseekV41Model, kernels: str) -> None:
+    """20 prompts of 1 token to 4 windows, alone and in batches of 4, all k; compiled, until the context is full."""
     generator = torch.Generator().manual_seed(1)
     vocab, window = model.config.vocab_size, model.config.sliding_window
     lengths = [1, 2, 3, *torch.linspace(4, 4 * window, 17).int().tolist()]
     prompts = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    tokens = model.max_seq_len - 4 * window
+    tokens = model.max_seq_len - 4 * window if kernels == "numba" else 24
     answers = [plain(model, prompt, tokens) for prompt in prompts]
     for k in (1, 2, 3, 4, 5):
         for first in range(0, 20, 4):
             some = slice(first, first + 4)
             assert_same(speculative(model, prompts[some], tokens, k)[0], answers[some])
-        for row in range(k - 1, 20, 5):
+        for row in range(k - 1, 20, 7):
             assert_same(speculative(model, [prompts[row]], tokens, k)[0], [answers[row]])
 
 
 @pytest.mark.slow
-@NUMERICS
-@pytest.mark.parametrize("kernels", ["numba"])
+@pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "numba"), ("release", "numba")])
 def test_long_texts(numerics: str, kernels: str, tmp_path: Path) -> None:
     """512 tokens in a context of 4,096, behind prompts of up to 4 windows, batch 1 and 4."""
-    from long_context import long_model
-
     model = long_model(numerics, kernels, tmp_path)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (1, 7, 33, 64)]

@@ -169,6 +169,28 @@ def test_attend(pair: tuple[Arithmetic, Arithmetic], start: int, compressed: boo
     assert torch.equal(found[:, :1], alone), "a row's bits do not depend on the rows beside it"
 
 
+@pytest.mark.parametrize("start", [1, 3, 40])
+def test_attend_block(pair: tuple[Arithmetic, Arithmetic], start: int) -> None:
+    """Against PyTorch, and against the definition: every query sees all keys, so their order does not matter."""
+    slow, fast = pair
+    ring, window, tokens = normal(2, 30, 64).to(slow.dtype), 16, 5
+    used = torch.arange(max(start - window, 0), start) % 29
+    unused = torch.ones(30, dtype=torch.bool)
+    unused[used] = False
+    ring[1, unused], ring[0] = torch.nan, torch.nan
+    call = make_call(torch.tensor([start]), torch.tensor([tokens]), torch.tensor([1]), tokens, 512)
+    state = State(["mtp.swa.0"], (ring,), call)
+    q, kv, sink = normal(1, tokens, 4, 64, seed=5), normal(1, tokens, 64, seed=6).to(slow.dtype), normal(4, seed=8)
+    table = torch.stack([torch.ones(1, tokens, 32), torch.zeros(1, tokens, 32)], 2)
+    rest = table, sink, window, state
+    expected = slow.ops.attend_block(q, kv, "mtp.swa.0", *rest, slow)
+    close(fast.ops.attend_block(q, kv, "mtp.swa.0", *rest, fast), expected, slow.rounds)
+    if not slow.rounds:
+        keys = torch.cat([ring[1, used], kv[0]]).double()
+        weights = torch.cat([q[0].double() @ keys.T * 64**-0.5, sink.double().expand(tokens, 4).unsqueeze(-1)], -1).softmax(-1)
+        close(expected, (weights[..., :-1] @ keys).float().unsqueeze(0), False)
+
+
 def test_rows_do_not_depend_on_their_number(pair: tuple[Arithmetic, Arithmetic]) -> None:
     fast = pair[1]
     x, weight, norm = normal(1, 6, 160), normal(77, 160, seed=1), normal(160, seed=2)
