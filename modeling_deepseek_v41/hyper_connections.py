@@ -56,17 +56,14 @@ def mixes(
 def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     """softmax over the last axis + eps, a column normalisation, then ``rounds`` row and column ones; [..., hc, hc] fp32.
 
-    A normalisation divides by (sum + eps). With comb = K / (row * column), each is one product with K: the new column
-    divisor is K^T (1/row) + eps * column (docs/model.md, section 3).
+    A normalisation divides by (sum + eps).
     """
-    k = (logits.softmax(-1) + eps).view(-1, *logits.shape[-2:])
-    k_transposed = k.mT.contiguous()
-    row = k.new_ones(k.shape[0], k.shape[1], 1)
-    column = torch.baddbmm(row, k_transposed, row, beta=eps)
+    comb = logits.softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(rounds):
-        row = torch.baddbmm(row, k, column.reciprocal(), beta=eps)
-        column = torch.baddbmm(column, k_transposed, row.reciprocal(), beta=eps)
-    return (k / (row * column.mT)).view(logits.shape)
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
 
 
 def collapse(x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:

@@ -43,7 +43,7 @@ def _prompt(backbone: DeepseekV41Model, cache: DeepseekV41Cache, row: int, ids: 
     parts, done = [], 0
     while done < len(ids):
         start = cache.lengths[row]
-        count, padded = next_chunk(start, start + len(ids) - done, buckets, cache.max_seq_len)
+        count, padded = next_chunk(start, start + len(ids) - done, buckets)
         chunk, keep = ids[done : done + count], wanted[done : done + count]
         hidden = _call(backbone, cache, F.pad(chunk, (0, padded - count)).unsqueeze(0), [row], count)
         parts.append(_head(backbone, hidden[:, :count][:, keep])[0])

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Showing that a deviation is a QDQ rounding flip: by undoing it.
+
+A deviation counts as explained only where the model, run again with single values rounded to the other side of a boundary
+that they lie at, agrees everywhere within the tolerance.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .qdq_trace import Flip, QdqTrace
+
+TRIALS = 32
+"""Groups at a boundary, nearest first, that are tried for each flip; the nearest few are almost always enough."""
+
+
+class Deviation(NamedTuple):
+    """A place where the model disagrees with the golden."""
+
+    batch: int
+    position: int
+    layer: int | None = None
+    """The layer that was given golden inputs; None for logits, which any layer may have spoiled."""
+
+
+def explain(trace: QdqTrace, deviations: Callable[[], list[Deviation]]) -> list[Flip] | None:
+    """The flips that, undone together, leave no deviation; None where there are none such.
+
+    ``deviations`` runs the model, inside ``trace``, and lists what is outside the tolerance, first position first.
+    """
+    undone: list[Flip] = []
+    left, near = _run(trace, undone, deviations)
+    while left:
+        for flip in _candidates(near, left[0], undone):
+            after, near_after = _run(trace, [*undone, flip], deviations)
+            if len(after) < len(left):
+                undone, left, near = [*undone, flip], after, near_after
+                break
+        else:
+            return None
+    return undone
+
+
+def _run(trace: QdqTrace, forced: list[Flip], deviations: Callable[[], list[Deviation]]) -> tuple[list[Deviation], set[Flip]]:
+    trace.forced, trace.near = set(forced), set()
+    left = deviations()
+    return left, trace.near
+
+
+def _candidates(near: set[Flip], first: Deviation, undone: list[Flip]) -> list[Flip]:
+    may_explain = [
+        flip
+        for flip in near
+        if flip not in undone
+        and flip.batch == first.batch
+        and flip.position <= first.position
+        and first.layer in (None, flip.layer)
+    ]
+    return sorted(may_explain)[:TRIALS]

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router and the experts: rules that no golden file pins, against float64."""
+
+import dataclasses
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from arithmetics import EXACT_TOKENS, KERNELS, arithmetic
+from torch import Tensor
+
+from modeling_deepseek_v41.config import load_config
+from modeling_deepseek_v41.experts import ExpertBank, local_experts
+from modeling_deepseek_v41.formats import decode_fp4
+from modeling_deepseek_v41.moe import Router
+from modeling_deepseek_v41.numerics import Arithmetic
+
+TINY = load_config(Path(__file__).parent / "data" / "golden" / "tiny_a" / "ckpt")
+TOKENS = pytest.mark.parametrize("tokens", [1, 2, EXACT_TOKENS, EXACT_TOKENS + 5])
+"""Decode and verification, and one call of prefill."""
+
+
+def scores(logits: Tensor, kernels: str) -> Tensor:
+    """The router's score of each logit [T]: the weight of an only expert."""
+    a = arithmetic("fp32", kernels)
+    return a.ops.route(logits.view(1, -1, 1), torch.zeros(1), 1, False, 1.0, a)[1].flatten()
+
+
+@KERNELS
+def test_scores_are_the_root_of_softplus_from_minus_to_plus_200(kernels: str) -> None:
+    """5e-7: a few fp32 roundings; below -172 the score is subnormal in fp32 and keeps fewer digits."""
+    logits = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([-16.0, -15.999999, -0.0, 0.0, 1e-30, -87.4, 88.8])])
+    found = scores(logits, kernels).double().numpy()
+    with mpmath.workdps(60):
+        expected = np.array([float(mpmath.sqrt(mpmath.log1p(mpmath.exp(mpmath.mpf(x))))) for x in logits.tolist()])
+    normal = expected > 2.0**-126
+    np.testing.assert_allclose(found[normal], expected[normal], rtol=5e-7)
+    assert (found > 0).all() and np.isfinite(found).all()
+    np.testing.assert_allclose(found[~normal], expected[~normal], atol=2.0**-148)
+
+
+@KERNELS
+@TOKENS
+def test_the_bias_chooses_and_the_scores_weigh(tokens: int, kernels: str) -> None:
+    a = arithmetic("fp32", kernels)
+    logits = torch.randn(2, tokens, 9, generator=torch.Generator().manual_seed(0)) * 3
+    bias = torch.randn(9, generator=torch.Generator().manual_seed(1))
+    ids, weights = a.ops.route(logits, bias, 4, True, 1.5, a)
+    score = np.sqrt(np.logaddexp(0, logits.double().numpy()))
+    for b in range(2):
+        for t in range(tokens):
+            best = sorted(range(9), key=lambda e: -(score[b, t, e] + bias[e].item()))[:4]
+            assert ids[b, t].tolist() == best
+            expected = score[b, t, best] / (score[b, t, best].sum() + 1e-20) * 1.5
+            np.testing.assert_allclose(weights[b, t].numpy(), expected, rtol=1e-6)
+
+
+@KERNELS
+def test_equal_experts_are_taken_by_lower_id(kernels: str) -> None:
+    a = arithmetic("fp32", kernels)
+    ids, _ = a.ops.route(torch.zeros(1, 1, 8), torch.tensor([0.0, 1.0, 0, 1, 1, 0, 2, 0]), 5, True, 1.0, a)
+    assert ids[0, 0].tolist() == [6, 1, 3, 4, 0]
+    ids, _ = a.ops.route(torch.full((1, 1, 8), -200.0), torch.zeros(8), 3, True, 1.0, a)
+    assert ids[0, 0].tolist() == [0, 1, 2]
+
+
+@KERNELS
+def test_a_bias_of_zero_with_a_sign_is_no_difference(kernels: str) -> None:
+    a = arithmetic("fp32", kernels)
+    bias = torch.tensor([-0.0, 0.0, -0.0, 0.0]) - scores(torch.zeros(1), kernels)
+    assert a.ops.route(torch.zeros(1, 1, 4), bias, 4, False, 1.0, a)[0][0, 0].tolist() == [0, 1, 2, 3]
+
+
+@KERNELS
+def test_the_weights_of_scores_that_vanish_stay_finite(kernels: str) -> None:
+    """The sum has 1e-20 added, which is more than all scores here."""
+    a = arithmetic("fp32", kernels)
+    _, weights = a.ops.route(torch.full((1, 2, 4), -200.0), torch.zeros(4), 2, True, 1.5, a)
+    assert weights.isfinite().all() and (weights < 1e-20).all()
+
+
+@KERNELS
+@pytest.mark.parametrize(("top_k", "normalises", "total"), [(1, True, None), (3, True, 2.5), (3, False, None)])
+def test_weights_are_normalised_for_several_experts_only_and_always_scaled(
+    top_k: int, normalises: bool, total: float | None, kernels: str
+) -> None:
+    config = dataclasses.replace(
+        TINY, num_experts_per_tok=top_k, norm_topk_prob=normalises, routed_scaling_factor=2.5, dspark_num_experts_per_tok=2
+    )
+    router = Router(config, False, arithmetic("fp32", kernels))
+    router.weight.copy_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3)) / 11)
+    router.bias.zero_()
+    x = torch.randn(1, 4, config.hidden_size, generator=torch.Generator().manual_seed(4))
+    ids, weights = router(x)
+    plain = 2.5 * np.sqrt(np.logaddexp(0, (x.double() @ router.weight.double().T).numpy()))
+    plain = torch.from_numpy(plain).gather(-1, ids)
+    expected = plain if total is None else plain / plain.sum(-1, keepdim=True) * total
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=0)
+
+
+@KERNELS
+def test_the_gate_is_clamped_from_above_only_and_up_on_both_sides(kernels: str) -> None:
+    a = arithmetic("fp32", kernels)
+    gate, up = torch.tensor([[-50.0, -3.0, 1.0, 50.0]]), torch.tensor([[-50.0, 1.0, 2.0, 50.0]])
+    gate, up = gate.repeat(1, 8), up.repeat(1, 8)
+    found = a.ops.swiglu(torch.cat([gate, up], -1), torch.tensor([0.5]), 2.0, a).double()
+    g, u = gate.double().clamp(max=2.0), up.double().clamp(-2.0, 2.0)
+    torch.testing.assert_close(found, g / (1 + (-g).exp()) * u * 0.5, rtol=1e-6, atol=0)
+    found = a.ops.swiglu(torch.cat([gate, up], -1), None, 0.0, a).double()
+    g, u = gate.double(), up.double()
+    torch.testing.assert_close(found, g / (1 + (-g).exp()) * u, rtol=1e-6, atol=0)
+
+
+@KERNELS
+def test_the_routing_weight_enters_before_the_rounding(kernels: str) -> None:
+    """In release numerics silu(gate) * up * weight is rounded to bf16 once, then passes the fp8 QDQ."""
+    a = arithmetic("release", kernels)
+    gate_up = torch.randn(5, 128, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    routing = torch.rand(5, generator=torch.Generator().manual_seed(6))
+    gate, up = gate_up.double().chunk(2, -1)
+    product = gate / (1 + (-gate).exp()) * up * routing.double().unsqueeze(-1)
+    expected = a.activation(product.bfloat16().float())
+    assert (a.ops.swiglu(gate_up, routing, 0.0, a) == expected).float().mean() > 0.99
+
+
+def bank(a: Arithmetic, experts: int, d: int, inter: int, storage: str, seed: int = 0) -> ExpertBank:
+    """Random fp4 experts, the same for each ``storage``."""
+    rng = np.random.default_rng(seed)
+    made = ExpertBank(experts, d, inter, a, storage)
+    for name, rows, columns in (("w13", 2 * inter, d), ("w2", d, inter)):
+        packed = torch.from_numpy(rng.integers(0, 256, (experts, rows, columns // 2)).astype(np.uint8))
+        scale = torch.from_numpy(rng.integers(121, 125, (experts, rows, columns // 32)).astype(np.uint8))
+        if storage == "bytes":
+            getattr(made, name).copy_(packed)
+            getattr(made, f"{name}_scale").copy_(scale)
+        else:
+            getattr(made, name).copy_(torch.stack([decode_fp4(*pair) for pair in zip(packed, scale, strict=True)]))
+    return made
+
+
+def naive(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
+    """Every token and expert by itself, float64; the banks hold decoded weights."""
+
+    def one(token: Tensor, w13: Tensor, w2: Tensor, weight: float) -> Tensor:
+        gate, up = (w13.double() @ token).chunk(2)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return w2.double() @ (gate / (1 + (-gate).exp()) * up * weight)
+
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            token = x[b, t].double()
+            out[b, t] = one(token, shared.w13[0], shared.w2[0], 1.0)
+            for expert, weight in zip(ids[b, t].tolist(), weights[b, t].tolist(), strict=True):
+                out[b, t] += one(token, experts.w13[expert], experts.w2[expert], weight)
+    return out
+
+
+def call(a: Arithmetic, tokens: int, storage: str = "decoded") -> tuple[Tensor, Tensor]:
+    """(found, expected) of one call over two sequences; an expert may be chosen by all tokens or none."""
+    generator = torch.Generator().manual_seed(7)
+    x = a.activation(a.round(torch.randn(2, tokens, 64, generator=generator)))
+    ids = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(2 * tokens)]).view(2, tokens, 3)
+    weights = torch.rand(2, tokens, 3, generator=generator)
+    experts, decoded = (bank(a, 8, 64, 32, kind) for kind in (storage, "decoded"))
+    shared = bank(a, 1, 64, 32, "decoded", seed=9)
+    return local_experts(x, ids, weights, experts, shared, 2.0), naive(x, ids, weights, decoded, shared, 2.0)
+
+
+@KERNELS
+@TOKENS
+@pytest.mark.parametrize("storage", ["decoded", "bytes"])
+def test_the_expert_operation_is_the_sum_over_chosen_experts(tokens: int, storage: str, kernels: str) -> None:
+    """Row by row in decode, expert by expert in prefill: 2e-6 of the largest, both ways."""
+    found, expected = call(arithmetic("fp32", kernels), tokens, storage)
+    assert (found.double() - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@KERNELS
+@TOKENS
+def test_in_release_numerics_it_differs_by_rounding_alone(tokens: int, kernels: str) -> None:
+    """Each product is rounded to bf16 and h passes the fp8 QDQ: some percent."""
+    found, expected = call(arithmetic("release", kernels), tokens)
+    assert 1e-4 < (found.double() - expected).abs().max() / expected.abs().max() < 5e-2
+
+
+@KERNELS
+@TOKENS
+@pytest.mark.parametrize("numerics", ["release", "fp32"])
+def test_weights_kept_as_bytes_give_the_same_result(tokens: int, numerics: str, kernels: str) -> None:
+    a = arithmetic(numerics, kernels)
+    found, expected = call(a, tokens, "bytes")[0], call(a, tokens)[0]
+    assert (found - expected).abs().max() <= (1e-6 if numerics == "fp32" else 1e-2) * expected.abs().max()
+
+
+@KERNELS
+@pytest.mark.parametrize("numerics", ["release", "fp32"])
+def test_a_row_of_decode_does_not_depend_on_the_others(numerics: str, kernels: str) -> None:
+    a = arithmetic(numerics, kernels)
+    generator = torch.Generator().manual_seed(8)
+    x = a.activation(a.round(torch.randn(3, EXACT_TOKENS, 64, generator=generator)))
+    ids = torch.randint(8, (3, EXACT_TOKENS, 2), generator=generator)
+    weights = torch.rand(3, EXACT_TOKENS, 2, generator=generator)
+    experts, shared = bank(a, 8, 64, 32, "decoded"), bank(a, 1, 64, 32, "decoded", seed=9)
+    whole = local_experts(x, ids, weights, experts, shared, 0.0)
+    for b in range(3):
+        for t in range(EXACT_TOKENS):
+            one = (slice(b, b + 1), slice(t, t + 1))
+            assert torch.equal(local_experts(x[one], ids[one], weights[one], experts, shared, 0.0), whole[one])
