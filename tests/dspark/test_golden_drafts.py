@@ -22,7 +22,7 @@ LOGIT_STEPS = (0, 1, 8, 24)
 STEPS = 25
 TOLERANCE = 1e-5
 
-F32 = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "torch"), ("fp32", "numba")])
+F32 = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "torch"), ("fp32", "auto")])
 REF = pytest.mark.parametrize("numerics", ["release"])
 Golden = dict[str, dict[str, Tensor]]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from modeling_deepseek_v41.model import DeepseekV41Model
 
-NUMERICS = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "torch"), ("release", "numba")])
+NUMERICS = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "auto"), ("release", "auto")])
 ALL = pytest.mark.parametrize(
-    ("numerics", "kernels"), [(numerics, kernels) for numerics in ("fp32", "release") for kernels in ("torch", "numba")]
+    ("numerics", "kernels"), [(numerics, kernels) for numerics in ("fp32", "release") for kernels in ("torch", "auto")]
 )
 TOKENS = 14
 _plain: dict[tuple[int, int], Tensor] = {}
@@ -58,8 +58,8 @@ def test_any_drafter(model: DeepseekV41Model, prompts: list[Tensor], answers: li
         assert steps == TOKENS - 1
 
 
-@pytest.mark.parametrize(("numerics", "kernels"), [("release", "torch"), ("fp32", "numba")])
-def test_the_other_operations(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
+@pytest.mark.parametrize(("numerics", "kernels"), [("release", "torch"), ("fp32", "torch")])
+def test_without_compiled_operations(model: DeepseekV41Model, prompts: list[Tensor], answers: list[Tensor]) -> None:
     prompts, answers = prompts[1:4], answers[1:4]
     assert_same(speculative(model, prompts, TOKENS, 5, scripts(model, prompts, answers, "every third"))[0], answers)
 
@@ -153,7 +153,7 @@ def test_the_whole_matrix(model: DeepseekV41Model, kernels: str) -> None:
     vocab, window = model.config.vocab_size, model.config.sliding_window
     lengths = [1, 2, 3, *torch.linspace(4, 4 * window, 17).int().tolist()]
     prompts = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    tokens = model.max_seq_len - 4 * window if kernels == "numba" else 24
+    tokens = model.max_seq_len - 4 * window if kernels == "auto" else 24
     answers = [plain(model, prompt, tokens) for prompt in prompts]
     for k in (1, 2, 3, 4, 5):
         for first in range(0, 20, 4):
@@ -164,7 +164,7 @@ def test_the_whole_matrix(model: DeepseekV41Model, kernels: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "numba"), ("release", "numba")])
+@pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "auto"), ("release", "auto")])
 def test_long_texts(numerics: str, kernels: str, tmp_path: Path) -> None:
     """512 tokens in a context of 4,096, behind prompts of up to 4 windows, batch 1 and 4."""
     model = long_model(numerics, kernels, tmp_path)
