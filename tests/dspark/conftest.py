@@ -33,7 +33,7 @@ def folder() -> Path:
 @pytest.fixture
 def kernels() -> str:
     """Which operations a test runs on where it does not say."""
-    return "torch"
+    return "auto"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ STEPS = 25
 TOLERANCE = 1e-5
 
 F32 = pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "torch"), ("fp32", "auto")])
-REF = pytest.mark.parametrize("numerics", ["release"])
+REF = pytest.mark.parametrize(("numerics", "kernels"), [("release", "torch")])
 Golden = dict[str, dict[str, Tensor]]
 
 
