@@ -72,6 +72,8 @@ def _left_out(
     words = []
     if golden.has_drafts(mode):
         words.append("drafts: not checked, the drafter is not part of this version")
+    if golden.has_taps(mode):
+        words.append("main_hidden of whole prompts: not judged, it carries the mode's noise; a layer file's is compared")
     if golden.has_image_logits(mode):
         words.append("vl logits: not checked, image input is not part of this version (its engram hashes are)")
     if not config.engram_layer_ids:

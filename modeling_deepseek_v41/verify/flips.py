@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from .qdq_trace import Flip, QdqTrace
 
-TRIALS = 32
-"""Groups at a boundary, nearest first, that are tried for each flip; the nearest few are almost always enough."""
+TRIALS = 64
+"""Groups at a boundary that are tried for each flip: those of the deviation's own position first, then the nearest."""
 
 
 class Deviation(NamedTuple):
@@ -56,4 +56,4 @@ def _candidates(near: set[Flip], first: Deviation, undone: list[Flip]) -> list[F
         and flip.position <= first.position
         and first.layer in (None, flip.layer)
     ]
-    return sorted(may_explain)[:TRIALS]
+    return sorted(may_explain, key=lambda flip: (flip.position != first.position, flip))[:TRIALS]

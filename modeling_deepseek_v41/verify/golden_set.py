@@ -120,6 +120,10 @@ class GoldenSet:
         """Whether the set pins the drafter's outputs."""
         return any(".draft_" in key for key in self.tensors(self._file(mode)))
 
+    def has_taps(self, mode: str) -> bool:
+        """Whether the set has the taps of whole prompts."""
+        return any(key.endswith(".main_hidden") for key in self.tensors(self._file(mode)))
+
     def has_image_logits(self, mode: str) -> bool:
         """Whether the set pins logits of the image prompt."""
         return "vl.logits" in self.tensors(self._file(mode))

@@ -44,7 +44,8 @@ class _Pool:
 class Comparison:
     """Counts per kind, and the places where a tensor is outside the rule."""
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, file: Path):
+        self.file = file
         self.tolerance = FP32_TOLERANCE[mode]
         self.pools: dict[str, _Pool] = {}
         self.deviations: list[Deviation] = []
@@ -55,6 +56,11 @@ class Comparison:
         self, kind: str, layer: int, found: Tensor, golden: Tensor, positions: Tensor, settled: Tensor | None = None
     ) -> None:
         """Adds ``found`` [n, ...] against ``golden`` [n, ...]; rows of ``settled`` count as equal."""
+        if found.shape != golden.shape:
+            raise GoldenError(
+                f"{self.file}: layer {layer} {kind} has shape {list(golden.shape)} for one sequence, the model gives"
+                f" {list(found.shape)}; give the checkpoint that this set was made from"
+            )
         pool = self.pools.setdefault(kind, _Pool())
         if golden.dtype == torch.float32:
             equal, pool.rule = within(found, golden, self.tolerance), f"within {self.tolerance:.0e}"
@@ -81,10 +87,10 @@ def check_layers(model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path,
     tolerance, or brought there by undoing QDQ rounding flips. Raises GoldenError where the file belongs to another model.
     """
     _check_file(model, file, golden)
-    comparison = _run(model, prompt, mode, golden)
+    comparison = _run(model, prompt, mode, file, golden)
     note = ""
     if mode == "f32" and comparison.deviations:
-        comparison, note = _explain(model, prompt, mode, golden, comparison)
+        comparison, note = _explain(model, prompt, mode, file, golden, comparison)
     share = SHARE if mode == "ref" else 1.0
     left = [key for key in comparison.unused if not _is_drafters(key)]
     unused = [key for key in left if _kind(key) in KINDS]
@@ -139,8 +145,8 @@ def _check_file(model: DeepseekV41Model, file: Path, golden: dict[str, Tensor]) 
 
 
 @torch.inference_mode()
-def _run(model: DeepseekV41Model, prompt: Prompt, mode: str, golden: dict[str, Tensor]) -> Comparison:
-    comparison = Comparison(mode)
+def _run(model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path, golden: dict[str, Tensor]) -> Comparison:
+    comparison = Comparison(mode, file)
     state = allocate(model.state_spec(1))
     slot = rank = torch.zeros(1, dtype=torch.int64)
     with GoldenInputs(model, golden, comparison) as inputs:
@@ -165,14 +171,14 @@ def _calls(prompt: Prompt, golden: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _explain(
-    model: DeepseekV41Model, prompt: Prompt, mode: str, golden: dict[str, Tensor], first: Comparison
+    model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path, golden: dict[str, Tensor], first: Comparison
 ) -> tuple[Comparison, str]:
     latest = first
     with QdqTrace(model) as trace:
 
         def deviations() -> list[Deviation]:
             nonlocal latest
-            latest = _run(model, prompt, mode, golden)
+            latest = _run(model, prompt, mode, file, golden)
             return sorted(latest.deviations, key=lambda place: place.position)
 
         flips = explain(trace, deviations)

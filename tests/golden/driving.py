@@ -19,9 +19,6 @@ KERNELS = pytest.mark.parametrize(
     "kernels", ["torch", pytest.param("numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed"))]
 )
 
-READ_LEN = 256
-"""Positions that every call may read: tiny_a's longest sequence."""
-
 
 class Session:
     """A model with its state for ``slots`` sequences."""
@@ -38,7 +35,7 @@ class Session:
         slot = list(range(batch)) if slot is None else slot
         rank = torch.zeros(1, dtype=torch.int64)
         rows = (torch.tensor(start), torch.tensor(length), torch.tensor(slot), rank)
-        hidden, *_ = self.model(ids, *rows, *self.state, read_len=READ_LEN)
+        hidden, *_ = self.model(ids, *rows, *self.state, read_len=self.model.max_seq_len)
         return self.model.logits(hidden)
 
     def chunks(self, ids: Tensor, sizes: list[int], start: int = 0, slot: int = 0) -> Tensor:

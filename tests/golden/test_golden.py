@@ -4,7 +4,7 @@
 import functools
 
 import pytest
-from driving import HAS_NUMBA, KERNELS, TINY
+from driving import KERNELS, TINY
 
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.verify import MODES, GoldenSet, ModeResult, check_mode
@@ -43,15 +43,7 @@ def test_f32_noq_logits_before_a_recorded_tie(kernels: str) -> None:
         assert prompt.counted == 0 or prompt.error_max < 1e-5
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [
-        pytest.param(
-            "torch", marks=pytest.mark.xfail(reason="81 of 82: its Sinkhorn adds in another order than the reference's")
-        ),
-        pytest.param("numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")),
-    ],
-)
+@KERNELS
 def test_ref_ids_where_the_margin_is_above_the_noise(kernels: str) -> None:
     """Greedy ids only: two legal orders of the shipped kernels move these logits by 4 to 20 %."""
     prompts = result("ref", kernels).prompts

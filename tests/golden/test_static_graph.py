@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from driving import READ_LEN, TINY, tokens
+from driving import TINY, tokens
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,7 +55,7 @@ def inputs(model: DeepseekV41Model, batch: int, width: int) -> tuple[Tensor, ...
 def test_nothing_is_read_on_the_host(traced: DeepseekV41Model, batch: int, width: int) -> None:
     given = inputs(traced, batch, width)
     with NoHostReads() as watch:
-        hidden, *_ = traced(*given, read_len=READ_LEN)
+        hidden, *_ = traced(*given, read_len=traced.max_seq_len)
         traced.logits(hidden)
     assert "local_experts" in watch.seen
 
@@ -67,7 +67,7 @@ def test_shapes_follow_from_the_bucket(traced: DeepseekV41Model, batch: int, wid
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = tuple(fake.from_tensor(tensor) for tensor in inputs(traced, batch, width))
     with fake, torch.no_grad():
-        hidden, taps, *state = traced(*given, read_len=READ_LEN)
+        hidden, taps, *state = traced(*given, read_len=traced.max_seq_len)
         logits = traced.logits(hidden)
     assert logits.shape == (batch, width, config.vocab_size) and logits.dtype == torch.float32
     assert taps.shape == (batch, width, len(config.dspark_target_layer_ids) * config.hidden_size)
@@ -79,7 +79,7 @@ def test_a_bucket_is_one_graph(traced: DeepseekV41Model, batch: int, width: int)
     """The graph, traced without data, gives the eager logits and writes the eager state."""
 
     def forward(*given: Tensor) -> Tensor:
-        hidden, *_ = traced(*given, read_len=READ_LEN)
+        hidden, *_ = traced(*given, read_len=traced.max_seq_len)
         return traced.logits(hidden)
 
     given = inputs(traced, batch, width)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from own_set import SMALL, WITH_ALL, make_set
+from own_set import SMALL, WITH_ALL, layer_tensors, make_set
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling_deepseek_v41.cli import main
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.verify import GoldenError, GoldenSet, check_mode, verify
+from modeling_deepseek_v41.verify.compare import within
 from modeling_deepseek_v41.verify.index_ties import tied_rows
 from modeling_deepseek_v41.verify.qdq_trace import QdqTrace
 from modeling_deepseek_v41.verify.run import teacher_forced
@@ -196,6 +197,29 @@ def test_a_qdq_flip_is_shown_and_accepted(own: tuple[Path, Path]) -> None:
     assert failed == [f"p{length}"]
 
 
+def test_a_qdq_flip_inside_a_layer_file_is_shown_and_accepted(own: tuple[Path, Path]) -> None:
+    """A window value of an early position, which the golden's ring does not hold, shows in the rows that attend to it."""
+    checkpoint, golden = own
+    model = load_model(checkpoint, "fp32", progress=False)
+    prompt = GoldenSet(golden).prompts("f32", model.config)[-1]
+    file = golden / "layers_p26_f32.safetensors"
+    sound = load_file(file)
+    with QdqTrace(model) as trace:
+        teacher_forced(model, prompt, 1)
+        early = [flip for flip in sorted(trace.near) if flip.kind == "window KV" and flip.batch == 0 and flip.position < 10]
+        for flip in early:
+            trace.forced = {flip}
+            flipped = layer_tensors(model, prompt)
+            key = f"prefill.layers.{flip.layer}.attn_out"
+            if not within(flipped[key], sound[key], 1e-5).all():
+                break
+        else:
+            pytest.fail("no flip of this set shows: choose another seed")
+    save_file(flipped, file)
+    (layers,) = verify(checkpoint, golden, "f32", progress=False).modes[0].layers
+    assert layers.ok and f"layer {flip.layer} window KV at position {flip.position}" in layers.note
+
+
 def test_a_tie_is_an_exchange_of_equal_scores() -> None:
     scores = torch.tensor([[1.0, 0.0, 0.0, 0.0, 2.0]]).expand(4, -1).clone()
     scores[3, 3] = -torch.inf
@@ -243,6 +267,7 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str, str]] = [
     ("layers of no prompt", store("layers_p9_f32.safetensors", "prefill.layers.0.x_out", 1), "f32", "has no prompt p9"),
     ("too many layers", store(LAYERS, "prefill.layers.7.x_out", 1, 26, 2, 64), "f32", "has layer 7"),
     ("other streams", store(LAYERS, "prefill.layers.0.x_out", 1, 26, 4, 64), "f32", "has streams"),
+    ("layers of another width", store(LAYERS, "prefill.layers.0.attn_out", 1, 26, 32), "f32", "attn_out has shape"),
     ("no layers", store(LAYERS, "x", 1), "f32", "no per-layer tensors"),
     ("a tie without a row", write(FACTS, '{"noq_ties": {"7": {"layer": 1}}}'), "f32_noq", "an integer rows_from"),
     ("other margins", write(FACTS, '{"prompts": {"7": {"ref_margin": [[1.0]]}}}'), "ref", "prompts.7.ref_margin has shape"),
