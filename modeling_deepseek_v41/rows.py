@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LINEAR_TILE = 3
 """Rows per matrix product in decode: three cost about as much as one, for the weight is read once."""
 
+FEW_OUTPUTS = 8
+"""Products with fewer outputs are added up output by output: a matrix library treats them as vectors, each row its own way."""
+
 PREFILL_TILE = 64
 """Rows per call of a per-row function in prefill: bounds its temporary memory."""
 
@@ -28,6 +31,8 @@ def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") ->
     """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n], rounded to the arithmetic's dtype where ``rounds``."""
     if x.shape[1] > arithmetic.exact_tokens:
         y = F.linear(x, weight)
+    elif weight.shape[0] < FEW_OUTPUTS:
+        y = (x.unsqueeze(-2) * weight).sum(-1)
     else:
         rows = x.flatten(0, 1)
         count = rows.shape[0]

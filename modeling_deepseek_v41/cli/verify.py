@@ -41,7 +41,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--golden", required=True, metavar="DIR", help="the golden set that was made from this checkpoint")
     parser.add_argument("--mode", choices=list(MODES), help="check this mode only (default: every mode that the set has)")
     parser.add_argument(
-        "--kernels", choices=KERNELS, default="auto", help="the implementation of the operations to check (default: auto)"
+        "--kernels",
+        choices=KERNELS,
+        default="torch",
+        help="the implementation of the operations to check (default: torch, which adds in the order closest to the reference's)",
     )
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
 

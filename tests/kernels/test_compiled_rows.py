@@ -209,3 +209,15 @@ def test_names() -> None:
     assert {operations(name).name for name in KERNELS} == {"torch", "numba"}
     with pytest.raises(RequestError, match="kernels: expected one of auto, torch, numba, found 'cuda'"):
         operations("cuda")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 24])
+def test_equal_rows_give_equal_results(kernels: str, n: int) -> None:
+    """Also where a product has few outputs: a matrix library may then treat the rows of one tile differently."""
+    ops = arithmetic("fp32", operations(kernels))
+    for seed in range(20):
+        row, weight = normal(1, 1, 32, seed=seed), normal(n, 32, seed=seed + 100)
+        together = ops.ops.linear(row.expand(1, 6, 32).contiguous(), weight, False, ops)
+        assert torch.equal(together, together[:, :1].expand_as(together))
+        assert torch.equal(together[:, :1], ops.ops.linear(row, weight, False, ops))
