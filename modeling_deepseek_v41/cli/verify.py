@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "--kernels",
         choices=KERNELS,
         default="torch",
-        help="the implementation of the operations to check (default: torch, which adds in the order closest to the reference's)",
+        help="the implementation of the operations to check (default: torch, whose sums come in the reference's order)",
     )
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
 

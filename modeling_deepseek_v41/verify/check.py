@@ -15,7 +15,7 @@ from .run import teacher_forced
 
 
 def verify(
-    model_path: str | Path, golden_folder: str | Path, mode: str | None = None, kernels: str = "auto", progress: bool = True
+    model_path: str | Path, golden_folder: str | Path, mode: str | None = None, kernels: str = "torch", progress: bool = True
 ) -> Report:
     """Loads ``model_path`` in the numerics of ``mode`` (default: of every mode that the set has) and checks it.
 
