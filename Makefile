@@ -13,7 +13,7 @@ READY = $(VENV)/.ready
 .PHONY: run test test-slow test-hf lint clean
 
 run: $(READY)  ## generate from the tiny checkpoint in the repository
-	$(VENV)/bin/python examples/run_tiny.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/python examples/run_tiny.py
 
 test: lint  ## what a change must pass
 	$(PYTEST)

@@ -38,7 +38,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=__doc__.split("\n\n", 1)[1])
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--folder", type=Path, help="keep the checkpoint here and use it again (default: a temporary folder)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="a release-format config.json (default: %(default)s)")
+    parser.add_argument(
+        "--config", type=Path, default=CONFIG, help="a release-format config.json (default: benchmark_config.json)"
+    )
     parser.add_argument("--numerics", choices=list(NUMERICS), default="release")
     parser.add_argument("--experts", choices=EXPERT_STORAGE, default="decoded", help="how experts are kept in memory")
     parser.add_argument("--kernels", choices=KERNELS, default="auto")
@@ -116,6 +118,7 @@ def main() -> int:
         loaded = time.perf_counter() - begin
         gc.collect()
         gc.freeze()
+        print(f"measuring {ROUNDS} rounds of {PROMPT} prompt and {STEPS} new tokens", file=sys.stderr)
         with torch.inference_mode():
             prefill, decode = run(model)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

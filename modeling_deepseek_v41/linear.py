@@ -58,7 +58,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, weight [vocab, d] bf16 as stored; a rank of several holds its share of consecutive rows."""
+    """Token embedding, weight [vocab, d] bf16 as stored; one process holds all rows, from rank 0 on."""
 
     def __init__(self, vocab: int, d: int):
         super().__init__()

@@ -16,6 +16,7 @@ from .linear import fill
 from .model import DeepseekV41Model
 from .numerics import numerics_by_name
 from .rope import rope_table
+from .state import allocate
 
 DEFAULT_MAX_SEQ_LEN = 8192
 """Positions to allocate state for where the caller does not say; the release's configuration allows 1,048,576."""
@@ -34,9 +35,9 @@ def load_model(
 
     ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
     are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``expert_storage``:
-    decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py). Raises ConfigError,
-    CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the drafter's where it is
-    not asked for, are checked but not read.
+    decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py), whose loops are compiled here.
+    Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
+    drafter's where it is not asked for, are checked but not read.
     """
     config = load_config(folder)
     arithmetic = numerics_by_name(numerics)
@@ -62,7 +63,19 @@ def load_model(
     model.token_map = (
         token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
     )
+    if model.numerics.ops.name == "numba":
+        warm_up(model)
     return model.eval()
+
+
+def warm_up(model: DeepseekV41Model) -> None:
+    """Runs one token and a short prompt, so that loops are compiled, or read from their cache, before anything is timed."""
+    state = allocate(model.state_spec(1))
+    zero = torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        for tokens in (1, model.numerics.exact_tokens + 1):
+            ids = zero.expand(1, tokens)
+            model(ids, zero, torch.tensor([tokens]), zero, zero, *state, read_len=model.max_seq_len)
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> None:

@@ -65,7 +65,7 @@ class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
     ``expert_storage``: decoded or bytes (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls of at
-    most dspark_block_size + 1 tokens per sequence, which decode and verification are, compute every row by itself (rows.py).
+    most dspark_block_size + 1 tokens per sequence, which decode and verification are, keep rows apart to the bit (rows.py).
     """
 
     rope_plain: Tensor

@@ -43,8 +43,8 @@ def numerics_by_name(name: str) -> Numerics:
 class Arithmetic(Numerics):
     """Numerics as a model's modules use them. Activations are fp32 tensors whose values are rounded to ``dtype``.
 
-    ops: the implementation of the operations between matrix products.
-    exact_tokens: calls of at most this many tokens per sequence compute every row by itself (rows.py).
+    ops: the implementation of the operations (kernels/dispatch.py).
+    exact_tokens: calls of at most this many tokens per sequence keep rows apart to the bit (rows.py).
     """
 
     ops: Operations

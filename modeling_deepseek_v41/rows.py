@@ -3,7 +3,7 @@
 
 A matrix library may add up a row's products in another order when the number of rows changes. Calls of at most
 ``exact_tokens`` tokens per sequence (decode and verification) therefore run in tiles of a fixed number of rows; longer
-calls (prefill) run as they are. The tile is a property of the arithmetic, so plain decoding, batches and verification
+calls (prefill) run as they are. The tile is the same everywhere, so plain decoding, batches and verification
 of drafts give the same bits (docs/model.md, section 9).
 """
 

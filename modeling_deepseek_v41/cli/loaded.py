@@ -9,6 +9,7 @@ import time
 from ..checkpoint import Checkpoint, summarize
 from ..config import ModelConfig, load_config
 from ..experts import EXPERT_STORAGE
+from ..kernels.dispatch import KERNELS
 from ..loading import DEFAULT_MAX_SEQ_LEN, load_model
 from ..model import DeepseekV41Model
 from ..numerics import NUMERICS
@@ -61,6 +62,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="decoded",
         help="how routed experts are kept in memory: decoded is faster, bytes takes a quarter (default: decoded)",
     )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="what computes on the CPU: compiled loops (numba), PyTorch alone (torch), or numba where installed (default: auto)",
+    )
 
 
 def open_checkpoint(args: argparse.Namespace) -> Opened:
@@ -82,9 +89,11 @@ def open_checkpoint(args: argparse.Namespace) -> Opened:
 def load(args: argparse.Namespace, opened: Opened) -> Loaded:
     """Reads the weights, with a progress bar on stderr; raises the package's errors."""
     began = time.perf_counter()
-    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts)
+    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts, args.kernels)
     weights = f"{opened.weights}, loaded in {time.perf_counter() - began:.1f} s"
     if opened.not_used:
         weights += f"; not used: {opened.not_used}"
-    numerics = f"{args.numerics} numerics, {args.experts} experts, max_seq_len {model.max_seq_len}"
+    numerics = (
+        f"{args.numerics} numerics, {args.experts} experts, {model.numerics.ops.name} kernels, max_seq_len {model.max_seq_len}"
+    )
     return Loaded(model, f"{one_line(opened.config)}; {numerics}", weights)

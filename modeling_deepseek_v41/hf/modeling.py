@@ -55,6 +55,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         numerics: str = "release",
         max_seq_len: int | None = None,
         expert_storage: str = "decoded",
+        kernels: str = "auto",
         config: DeepseekV41Config | None = None,
         generation_config: GenerationConfig | None = None,
         **options: Any,
@@ -63,8 +64,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
 
         ``numerics``: release (bf16, fp8 and fp4 rounding as shipped), fp32 or fp32_no_qdq. ``max_seq_len``: positions per
         sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_storage``: decoded, or bytes for a
-        quarter of the experts' memory at less speed. ``config`` may change token ids, nothing else. Generation defaults
-        come from ``generation_config``, else the folder's generation_config.json, else the configuration's token ids.
+        quarter of the experts' memory at less speed. ``kernels``: auto, torch or numba (kernels/dispatch.py). ``config`` may
+        change token ids, nothing else. Generation defaults come from ``generation_config``, else the folder's generation_config.json, else the configuration's token ids.
 
         Raises ConfigError, CheckpointError or RequestError naming the file, key, tensor or option.
         """
@@ -79,7 +80,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         stored: DeepseekV41Config = DeepseekV41Config.from_pretrained(folder, name_or_path=str(folder))
         config = stored if config is None else config
         _check_config(config, stored, folder)
-        backbone = load_model(folder, numerics, max_seq_len, expert_storage, progress=logging.is_progress_bar_enabled())
+        shown = logging.is_progress_bar_enabled()
+        backbone = load_model(folder, numerics, max_seq_len, expert_storage, kernels, progress=shown)
         model = cls(config, backbone)
         if generation_config is not None:
             model.generation_config = generation_config

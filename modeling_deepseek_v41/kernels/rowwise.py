@@ -97,7 +97,7 @@ def square_sum(x):  # type: ignore[no-untyped-def]
 
 @exact
 def normalise_row(x, weight, eps, rounds, out):  # type: ignore[no-untyped-def]
-    """RMSNorm of one row (linear.RMSNorm)."""
+    """RMSNorm of one row (linear.rms_norm)."""
     scale = ONE / np.sqrt(square_sum(x) / F32(x.shape[0]) + eps)
     for j in range(x.shape[0]):
         out[j] = x[j] * scale * weight[j]
@@ -222,7 +222,7 @@ def mixes(raw, x, scale, base, rounds, eps, norm_eps, pre, post, comb):  # type:
 
 @threaded
 def swiglu(gate_up, routing, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
-    """gate_up [n, 2I] and routing [n] to silu(gate) * up * routing [n, I], clamped as experts.clamped_swiglu, then fp8 QDQ."""
+    """gate_up [n, 2I] and routing [n] to silu(gate) * up * routing [n, I], as experts.swiglu."""
     inter = out.shape[1]
     for row in prange(gate_up.shape[0]):
         weight, h = routing[row], out[row]

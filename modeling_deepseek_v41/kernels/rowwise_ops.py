@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled loops on CPU tensors: same arguments and results as their PyTorch namesakes in dispatch.py.
+"""The compiled loops on CPU tensors: arguments and results of the PyTorch functions that dispatch.py pairs them with.
 
-Calls longer than decode and verification (more than ``exact_tokens`` tokens), where matrix libraries are at their best,
-go to PyTorch.
+Matrix products and attention of calls longer than decode and verification, where matrix libraries are at their best, go to
+PyTorch; so does everything on experts that are kept as bytes.
 """
 
 import numpy as np
@@ -96,12 +96,12 @@ def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor, arithmetic: 
 
 
 def route(
-    logits: Tensor, bias: Tensor, k: int, normalise: bool, factor: float, arithmetic: Arithmetic
+    logits: Tensor, bias: Tensor, k: int, normalises: bool, factor: float, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
     ids = torch.empty(*logits.shape[:2], k, dtype=torch.int64)
     weights = torch.empty(*logits.shape[:2], k)
     work, arrays = _work(logits, arithmetic), (ids.view(-1, k).numpy(), _rows(weights, 1))
-    rowwise.route(work, _rows(logits, 1), _weight(bias), normalise, F32(factor), *arrays)
+    rowwise.route(work, _rows(logits, 1), _weight(bias), normalises, F32(factor), *arrays)
     return ids, weights
 
 
