@@ -32,6 +32,17 @@ FIXED_QUANTIZATION = {
     "expert_dtype": "fp4",
 }
 
+LARGEST_INT, LARGEST_FLOAT = 10**12, 1e30
+"""Beyond these no number of a configuration is meant, and fp32 or 64-bit arithmetic on it could leave its range."""
+
+MOST = {
+    "hc_sinkhorn_iters": 1000, "hc_mult": 64, "n_routed_experts": 1 << 16, "dspark_n_routed_experts": 1 << 16,
+    "sliding_window": 1 << 20, "dspark_block_size": 1 << 10, "candidate_block_size": 1 << 20, "index_topk": 1 << 20,
+    "rms_norm_eps": 1.0, "hc_eps": 1.0, "num_hidden_layers": 1 << 12, "num_nextn_predict_layers": 1 << 8,
+    "engram_max_ngram_size": 64, "engram_n_heads": 1 << 10,
+}  # fmt: skip
+"""Upper bounds of numbers that decide how long or how large a computation is."""
+
 WITHOUT_EFFECT = {
     "architectures", "attention_dropout", "auto_map", "dtype", "initializer_range", "model_type", "quantization_config",
     "text_config", "torch_dtype", "transformers_version", "use_cache", "vision_config", "image_token_id",
@@ -155,13 +166,13 @@ class ModelConfig:
 
 def load_config(path: str | Path) -> ModelConfig:
     """Reads ``path`` (a config.json, or a folder that holds one); raises ConfigError that names the file and the key."""
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    path = file = Path(path)
     try:
+        file = path / "config.json" if path.is_dir() else path
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); give a checkpoint folder with a config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object at the top level, found {type(raw).__name__}")
@@ -202,7 +213,7 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     if kind is bool:
         good = isinstance(value, bool)
     elif kind is float:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
     elif kind == tuple[int, ...] or (name == "eos_token_id" and isinstance(value, list | tuple)):
         good = isinstance(value, list | tuple) and all(type(item) is int for item in value)
         value = tuple(value) if good else value
@@ -212,7 +223,15 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
         expected = {bool: "true or false", float: "a finite number"}.get(kind)
         expected = expected or ("a list of integers" if kind == tuple[int, ...] else "an integer")
         raise ConfigError(f"{source}: {name}: expected {expected}, found {value!r}")
+    for number in value if isinstance(value, tuple) else (value,):
+        most = LARGEST_FLOAT if kind is float else LARGEST_INT
+        if abs(number) > most:
+            raise ConfigError(f"{source}: {name}: expected numbers up to {most:g}, found {number!r}")
     return value
+
+
+def _finite(value: int | float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _check_fixed(merged: Mapping[str, Any], source: str) -> None:
@@ -241,8 +260,10 @@ def _rope_scaling(value: Any, source: str) -> RopeScaling | None:
     numbers: dict[str, Any] = {}
     for field in dataclasses.fields(RopeScaling):
         number = value.get(field.name)
-        if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0 or not math.isfinite(number):
-            raise ConfigError(f"{source}: rope_scaling.{field.name}: expected a number above 0, found {number!r}")
+        if not isinstance(number, int | float) or isinstance(number, bool) or not 1e-6 <= number <= 1e12:
+            raise ConfigError(
+                f"{source}: rope_scaling.{field.name}: expected a number above 0 and up to 1e12, found {number!r}"
+            )
         numbers[field.name] = number
     return RopeScaling(**numbers)
 
@@ -264,6 +285,8 @@ def _check_values(c: ModelConfig) -> None:
         if field.type not in (int, float) or field.name == "candidate_source_layer_id":
             continue
         bound = 0 if field.name in may_be_zero else 1
+        most = MOST.get(field.name, math.inf)
+        _require(value <= most, c, f"{field.name}: expected at most {most}, found {value}")
         good = value >= 0 if field.type is float and field.name in may_be_zero else value > 0 or (bound == 0 and value == 0)
         _require(good, c, f"{field.name}: expected {'0 or more' if bound == 0 else 'more than 0'}, found {value}")
     multiples = {
@@ -272,6 +295,8 @@ def _check_values(c: ModelConfig) -> None:
     }  # fmt: skip
     for name, value in multiples.items():
         _require(value % QDQ_GROUP == 0, c, f"{name}: expected a multiple of {QDQ_GROUP} (one scale each), found {value}")
+    for name in ("rope_theta", "compress_rope_theta"):
+        _require(getattr(c, name) > 1, c, f"{name}: expected more than 1, found {getattr(c, name)}")
     _require(c.qk_rope_head_dim % 2 == 0, c, f"qk_rope_head_dim: expected an even number, found {c.qk_rope_head_dim}")
     for name in ("head_dim", "index_head_dim"):
         value = getattr(c, name)

@@ -4,7 +4,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -124,12 +124,13 @@ class Engine:
         finished, self._finished = self._finished, {}
         return finished
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Adds ``requests``, steps until they are finished, and hands them over in their order.
 
         All are checked before the first is added. Other requests of the engine go on meanwhile; their results are kept,
         their events are not. What interrupts it cancels those of ``requests`` that are not finished.
         """
+        requests = list(requests)
         for request in requests:
             self.check(request)
         ids = [self.add(request) for request in requests]

@@ -43,8 +43,8 @@ def load_model(
     arithmetic = numerics_by_name(numerics)
     limit = config.max_position_embeddings
     length = min(limit, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
-    if not 1 <= length <= limit:
-        raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length}")
+    if type(length) is not int or not 1 <= length <= limit:
+        raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length!r}")
     if drafter and not config.num_nextn_predict_layers:
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
     checkpoint = Checkpoint(folder, config, progress=progress)

@@ -34,7 +34,7 @@ NUMERICS = {
 
 def numerics_by_name(name: str) -> Numerics:
     """The arithmetic called ``name``: release, fp32 or fp32_no_qdq; raises RequestError for another name."""
-    if name not in NUMERICS:
+    if not isinstance(name, str) or name not in NUMERICS:
         raise RequestError(f"numerics: expected one of {', '.join(NUMERICS)}, found {name!r}")
     return NUMERICS[name]
 

@@ -63,11 +63,7 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, T, d] to logits [B, T, vocab] fp32; raises DeepseekV41Error where they are no distribution."""
         logits = self.model.logits(hidden)
-        if not logits.amax(-1).isfinite().all():
-            raise DeepseekV41Error(
-                "the model's logits are not finite (NaN, or infinite in every column): its weights do not fit its"
-                " configuration or arithmetic; 'deepseek-v41 inspect' shows the checkpoint, numerics fp32 has the widest range"
-            )
+        check_finite(logits)
         return logits
 
     def prompt_logits(self, prompt: Sequence[int], slot: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
@@ -82,3 +78,12 @@ class Runner:
             for position in range(max(start, first), end, HEAD_ROWS):
                 yield position, self.logits(hidden[:, position - start : position - start + HEAD_ROWS])[0]
             start = end
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raises DeepseekV41Error where a row of logits [..., vocab] is no distribution."""
+    if not logits.amax(-1).isfinite().all():
+        raise DeepseekV41Error(
+            "the model's logits are not finite (NaN, or infinite in every column): its weights do not fit its"
+            " configuration or arithmetic; 'deepseek-v41 inspect' shows the checkpoint, numerics fp32 has the widest range"
+        )

@@ -6,13 +6,15 @@ after another, each in tensors of its own.
 """
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 
 from .errors import RequestError
 from .topk import top_positions
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it, logits divided by the temperature may leave fp32; greedy is meant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,11 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", "a number, 0 or more", self.temperature)
-        _require(_is_integer(self.top_k) and self.top_k >= 0, "top_k", "an integer of 0 (off) or more", self.top_k)
+        heat = self.temperature
+        good = _is_number(heat) and (heat == 0 or LEAST_TEMPERATURE <= heat <= 1 / LEAST_TEMPERATURE)
+        _require(good, "temperature", f"a number, 0 (greedy) or {LEAST_TEMPERATURE:g} to {1 / LEAST_TEMPERATURE:g}", heat)
+        good = _is_integer(self.top_k) and 0 <= self.top_k < 2**31
+        _require(good, "top_k", f"an integer from 0 (off) to {2**31 - 1}", self.top_k)
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1 (off)", self.top_p)
         good = self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**63)
         _require(good, "seed", f"an integer from 0 to {2**63 - 1}", self.seed)
@@ -119,7 +124,7 @@ def _require(good: bool, name: str, expected: str, found: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _is_integer(value: object) -> bool:

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     """Generates and prints; raises the package's errors for what cannot be used."""
     prompts = texts(args.prompt, args.prompt_file, "prompt")
     options = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
+    if options.is_greedy and (args.top_k or args.top_p < 1 or args.seed is not None):
+        print("warning: --top-k, --top-p and --seed have no effect at --temperature 0 (greedy)", file=sys.stderr)
     if args.max_batch < 1:
         raise RequestError(f"max_batch: expected an integer of 1 or more, found {args.max_batch}")
     opened = open_checkpoint(args)

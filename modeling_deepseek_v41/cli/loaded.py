@@ -66,7 +66,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         choices=KERNELS,
         default="auto",
-        help="what computes on the CPU: compiled loops (numba), PyTorch alone (torch), or numba where installed (default: auto)",
+        help="what computes on the CPU: compiled loops (numba), or PyTorch alone (torch); auto is numba if installed",
     )
 
 

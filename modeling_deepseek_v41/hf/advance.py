@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from ..buckets import next_chunk, prefill_buckets, read_length
 from ..model import DeepseekV41Model
+from ..runner import check_finite
 from .cache import DeepseekV41Cache
 
 
@@ -73,4 +74,6 @@ def _head(backbone: DeepseekV41Model, hidden: Tensor) -> Tensor:
     """Logits [b, t, vocab] fp32 of hidden [b, t, d], of which there may be none."""
     if not hidden.numel():
         return hidden.new_empty(*hidden.shape[:2], backbone.config.vocab_size, dtype=torch.float32)
-    return backbone.logits(hidden)
+    logits = backbone.logits(hidden)
+    check_finite(logits)
+    return logits

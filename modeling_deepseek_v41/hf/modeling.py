@@ -65,7 +65,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         ``numerics``: release (bf16, fp8 and fp4 rounding as shipped), fp32 or fp32_no_qdq. ``max_seq_len``: positions per
         sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_storage``: decoded, or bytes for a
         quarter of the experts' memory at less speed. ``kernels``: auto, torch or numba (kernels/dispatch.py). ``config`` may
-        change token ids, nothing else. Generation defaults come from ``generation_config``, else the folder's generation_config.json, else the configuration's token ids.
+        change token ids, nothing else. Generation defaults come from ``generation_config``, else the folder's
+        generation_config.json, else the configuration's token ids.
 
         Raises ConfigError, CheckpointError or RequestError naming the file, key, tensor or option.
         """
@@ -256,7 +257,11 @@ def _check_config(config: PretrainedConfig, stored: DeepseekV41Config, folder: P
 def _kept_columns(logits_to_keep: int | Tensor, columns: int) -> Tensor:
     """The column numbers that ``logits_to_keep`` asks for, of ``columns``."""
     if not isinstance(logits_to_keep, Tensor):
+        if type(logits_to_keep) is not int or logits_to_keep < 0:
+            raise RequestError(f"logits_to_keep: expected an integer, 0 (all) or more, found {logits_to_keep!r}")
         return torch.arange(columns)[-logits_to_keep if logits_to_keep else None :]
+    if logits_to_keep.dtype == torch.bool:
+        raise RequestError("logits_to_keep: expected column numbers, found a mask; give mask.nonzero().squeeze(-1)")
     kept = torch.where(logits_to_keep < 0, logits_to_keep + columns, logits_to_keep)
     if kept.dim() != 1 or kept.is_floating_point() or bool(((kept < 0) | (kept >= columns)).any()):
         raise RequestError(f"logits_to_keep: expected column numbers below {columns} in one dimension, found {logits_to_keep}")

@@ -59,7 +59,7 @@ def attend(q, own, ring, cache, chosen, table, sink, position, first, window, sc
 
 @threaded
 def index_scores(query, weights, keys, rounds, out):  # type: ignore[no-untyped-def]
-    """out [n] = sum over heads of weights [h] * relu(query [h, D] . keys [D, G][:, :n]), rounded as indexer.index_scores says."""
+    """out [n] = sum over heads of weights [h] * relu(query [h, D] . keys [D, G][:, :n]), as indexer.index_scores rounds."""
     tile = 128
     for block in prange(-(-out.shape[0] // tile)):
         first, stop = block * tile, min(block * tile + tile, out.shape[0])

@@ -21,7 +21,8 @@ def threaded(function: Callable[..., None]) -> Callable[..., None]:
     """Compiles ``function`` with and without threads; the result's first argument, the values it reads, chooses.
 
     In decode the choice must not depend on the number of rows where the two may differ in the last bit: callers give the
-    size of the weights there, or 0. Quantisers and selections are exact, so theirs may. ``alone``, an attribute of the result, is the one for compiled callers.
+    size of the weights there, or 0. Quantisers and selections are exact, so theirs may. ``alone``, an attribute of the
+    result, is the one for compiled callers.
     """
     single = FunctionType(function.__code__, function.__globals__)  # numba's cache tells functions apart by name, not options
     single.__qualname__ = f"{function.__qualname__}_alone"

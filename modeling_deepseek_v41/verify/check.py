@@ -70,6 +70,12 @@ def _left_out(
     golden: GoldenSet, mode: str, config: ModelConfig, layers: list[LayersResult], hashes: list[HashResult]
 ) -> list[str]:
     words = []
+    missing = golden.missing_prompts(mode)
+    if missing:
+        words.append(f"prompts {', '.join(missing)}: the set names them, the file of {mode} lacks their ids; copy it again")
+    unhashed = [f"p{prompt.length}" for prompt in golden.prompts(mode, config) if prompt.hashes is None]
+    if config.engram_layer_ids and hashes and unhashed:
+        words.append(f"engram hashes of {', '.join(unhashed)}: the set has none")
     if golden.has_drafts(mode):
         words.append("drafts: not checked, the drafter is not part of this version")
     if golden.has_taps(mode):

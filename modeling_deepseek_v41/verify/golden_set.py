@@ -95,6 +95,14 @@ class GoldenSet:
             raise GoldenError(f"{file}: holds no p<L>.input_ids; give the folder of a golden set")
         return [self._prompt(file, tensors, mode, length, config) for length in lengths]
 
+    def missing_prompts(self, mode: str) -> list[str]:
+        """Prompts that golden.json lists, or that the file of ``mode`` holds parts of, without their ids there."""
+        keys = self.tensors(self._file(mode)).keys()
+        listed = self.facts.get("prompt_lengths") or []
+        names = {f"p{length}" for length in listed} if isinstance(listed, list) else set()
+        names |= {match[1] for key in keys if (match := re.match(r"(p\d+)\.", key))}
+        return sorted(name for name in names if f"{name}.input_ids" not in keys)
+
     def image_prompt(self, mode: str, config: ModelConfig) -> ImagePrompt | None:
         """The image prompt's ids and hashes, or None where the set has none."""
         file = self._file(mode)

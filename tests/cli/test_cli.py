@@ -171,7 +171,10 @@ def test_unknown_configuration_keys_are_reported(capsys, tmp_path) -> None:
         ([*GENERATE], "--prompt: give at least one, or a --prompt-file"),
         ([*GENERATE, "--prompt", "x", "--top-k", "few"], "argument --top-k: invalid int value: 'few'"),
         ([*GENERATE, "--prompt", "x", "--top-p", "0"], "top_p: expected a number above 0 and at most 1 (off), found 0.0"),
-        ([*GENERATE, "--prompt", "x", "--temperature", "nan"], "temperature: expected a number, 0 or more, found nan"),
+        (
+            [*GENERATE, "--prompt", "x", "--temperature", "nan"],
+            "temperature: expected a number, 0 (greedy) or 1e-06 to 1e+06, found nan",
+        ),
         ([*GENERATE, "--prompt", "x", "--numerics", "fp64"], "argument --numerics: invalid choice: 'fp64'"),
         ([*GENERATE, "--prompt", "x", "--max-batch", "0"], "max_batch: expected an integer of 1 or more, found 0"),
         ([*GENERATE, "--prompt", "x", "--max-seq-len", "257"], "max_seq_len: expected 1 to max_position_embeddings 256"),
