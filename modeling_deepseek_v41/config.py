@@ -213,7 +213,7 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     if kind is bool:
         good = isinstance(value, bool)
     elif kind is float:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and _finite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     elif kind == tuple[int, ...] or (name == "eos_token_id" and isinstance(value, list | tuple)):
         good = isinstance(value, list | tuple) and all(type(item) is int for item in value)
         value = tuple(value) if good else value
@@ -228,10 +228,6 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
         if abs(number) > most:
             raise ConfigError(f"{source}: {name}: expected numbers up to {most:g}, found {number!r}")
     return value
-
-
-def _finite(value: int | float) -> bool:
-    return isinstance(value, int) or math.isfinite(value)
 
 
 def _check_fixed(merged: Mapping[str, Any], source: str) -> None:

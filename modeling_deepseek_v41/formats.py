@@ -13,6 +13,9 @@ FP8_MAX, FP4_MAX = 448.0, 6.0
 FP8_FLOOR, FP4_FLOOR, COMPRESSED_FLOOR = 1e-4, 6.0 * 2.0**-126, 6.0 * 2.0**-9
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
+FP4_PAIRS = torch.tensor([[FP4_VALUES[b & 15], FP4_VALUES[b >> 4]] for b in range(256)], dtype=torch.float32)
+"""The two values of every packed byte."""
+
 
 def decode_ue8m0(scale: Tensor) -> Tensor:
     """ue8m0 bytes (uint8, any shape) to fp32 powers of two: byte b is 2^(b-127), b = 0 the subnormal 2^-127.
@@ -32,8 +35,7 @@ def decode_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
 
 def decode_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """An fp4 weight [n, k/2] (uint8, low nibble = even column) with ue8m0 scales [n, k/32] to ``dtype`` [n, k]; exact."""
-    pairs = torch.tensor([[FP4_VALUES[b & 15], FP4_VALUES[b >> 4]] for b in range(256)], dtype=torch.float32)
-    values = pairs.to(packed.device)[packed.to(torch.int64)]
+    values = FP4_PAIRS.to(packed.device)[packed.to(torch.int64)]
     groups = values.view(*scale.shape, 32) * decode_ue8m0(scale).unsqueeze(-1)
     return groups.view(packed.shape[0], -1).to(dtype)
 

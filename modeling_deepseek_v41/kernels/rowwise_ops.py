@@ -152,19 +152,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     if q.shape[1] > arithmetic.exact_tokens:
         return attention.attend(q, kv, ring, far, table, sink, window, state, arithmetic)
-    out = torch.empty(q.shape)
-    call = state.call
-    queries, own, tables, outs = q.contiguous().numpy(), _stored(kv.contiguous()), table.contiguous().numpy(), out.numpy()
-    work = q.shape[2] * q.shape[3] * (window + (0 if far is None else far[1].shape[-1]))
-    rings, scale, sinks = _stored(state[ring]), F32(q.shape[-1] ** -0.5), _weight(sink)
-    caches, chosen = (_stored(far[0]), far[1].numpy()) if far is not None else (rings, np.empty((*q.shape[:2], 0), np.int64))
-    for row, (slot, start) in enumerate(zip(call.slot.clamp_min(0).tolist(), call.start.tolist(), strict=True)):
-        for t in range(q.shape[1]):
-            attention_rows.attend(
-                work, queries[row, t], own[row], rings[slot], caches[slot], chosen[row, t], tables[row, t], sinks,
-                start + t, start, window, scale, arithmetic.rounds, outs[row, t],
-            )  # fmt: skip
-    return out
+    return _attend_rows(q, kv, ring, far, table, sink, window, list(range(q.shape[1])), state, arithmetic)
 
 
 def attend_block(
@@ -173,16 +161,27 @@ def attend_block(
     tokens = q.shape[1]
     if tokens > arithmetic.exact_tokens:
         return attention.attend_block(q, kv, ring, table, sink, window, state, arithmetic)
+    # The causal loop at the block's last position, its window as much longer, sees exactly the keys of every query.
+    places = [tokens - 1] * tokens
+    return _attend_rows(q, kv, ring, None, table, sink, window + tokens, places, state, arithmetic)
+
+
+def _attend_rows(
+    q: Tensor, kv: Tensor, ring: str, far: attention.Far | None, table: Tensor, sink: Tensor, window: int,
+    places: list[int], state: State, arithmetic: Arithmetic,
+) -> Tensor:  # fmt: skip
+    """Every query of the call on its own, as if token t stood ``places`` [T] positions behind the call's start."""
     out = torch.empty(q.shape)
+    call = state.call
     queries, own, tables, outs = q.contiguous().numpy(), _stored(kv.contiguous()), table.contiguous().numpy(), out.numpy()
-    work = q.shape[2] * q.shape[3] * (window + tokens)
-    rings, scale, sinks, none = _stored(state[ring]), F32(q.shape[-1] ** -0.5), _weight(sink), np.empty(0, np.int64)
-    for row, (slot, start) in enumerate(zip(state.call.slot.clamp_min(0).tolist(), state.call.start.tolist(), strict=True)):
-        for t in range(tokens):
-            # The causal loop at the block's last position, its window as much longer, sees exactly the keys of every query.
+    work = q.shape[2] * q.shape[3] * (window + (0 if far is None else far[1].shape[-1]))
+    rings, scale, sinks = _stored(state[ring]), F32(q.shape[-1] ** -0.5), _weight(sink)
+    caches, chosen = (_stored(far[0]), far[1].numpy()) if far is not None else (rings, np.empty((*q.shape[:2], 0), np.int64))
+    for row, (slot, start) in enumerate(zip(call.slot.clamp_min(0).tolist(), call.start.tolist(), strict=True)):
+        for t, place in enumerate(places):
             attention_rows.attend(
-                work, queries[row, t], own[row], rings[slot], rings[slot], none, tables[row, t], sinks,
-                start + tokens - 1, start, window + tokens, scale, arithmetic.rounds, outs[row, t],
+                work, queries[row, t], own[row], rings[slot], caches[slot], chosen[row, t], tables[row, t], sinks,
+                start + place, start, window, scale, arithmetic.rounds, outs[row, t],
             )  # fmt: skip
     return out
 

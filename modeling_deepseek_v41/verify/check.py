@@ -77,7 +77,7 @@ def _left_out(
     if config.engram_layer_ids and hashes and unhashed:
         words.append(f"engram hashes of {', '.join(unhashed)}: the set has none")
     if golden.has_drafts(mode):
-        words.append("drafts: not checked, the drafter is not part of this version")
+        words.append("drafts: not checked, this command does not run the drafter")
     if golden.has_taps(mode):
         words.append("main_hidden of whole prompts: not judged, it carries the mode's noise; a layer file's is compared")
     if golden.has_image_logits(mode):
