@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from .dspark.statistics import SpeculationStats
 from .request import Completion, Event, FinishReason, Request, Timings, TokenLogprobs
 from .text_stream import TextStream
 
@@ -14,6 +16,7 @@ class Generation:
     """The tokens, the text and the random numbers of one request; knows when to stop.
 
     limit: the most new tokens. stop_ids: token ids that end the text. decode: ids to text, None without a tokenizer.
+    num_draft_tokens: drafts per step, 0 without speculation.
     """
 
     def __init__(
@@ -23,6 +26,7 @@ class Generation:
         limit: int,
         stop_ids: frozenset[int],
         decode: Callable[[Sequence[int]], str] | None,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.request_id, self.request, self.limit = request_id, request, limit
         self.slot = -1
@@ -31,6 +35,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._stop_ids = stop_ids
         self._stream = TextStream(decode, request.stop_strings) if decode else None
+        self._speculation = SpeculationStats(num_draft_tokens) if num_draft_tokens else None
         self._generator = request.sampling.generator()
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -46,14 +51,17 @@ class Generation:
         self.slot = slot
         self._admitted = self._first = self._last = time.perf_counter()
 
-    def uniform(self) -> float:
-        """The next random number in [0, 1) of this request, with 53 bits."""
-        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+    def uniforms(self, count: int) -> Tensor:
+        """The next random numbers in [0, 1) of this request, with 53 bits: [count] fp64."""
+        return torch.rand(count, dtype=torch.float64, generator=self._generator)
 
-    def advance(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Event:
+    def advance(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], confidence: Sequence[float] | None = None
+    ) -> Event:
         """Takes new tokens, up to the one that ends the request; ``logprobs`` has one entry per token, or none.
 
-        The event has the tokens that were taken. What comes after the end is not part of the result.
+        ``confidence``: of the drafts that the step verified, None where it was none of speculation. The event has the
+        tokens that were taken. What comes after the end is not part of the result.
         """
         before, text = len(self.tokens), ""
         for token in tokens:
@@ -73,6 +81,8 @@ class Generation:
                 break
         taken = self.tokens[before:]
         self._logprobs += logprobs[: len(taken)]
+        if self._speculation and confidence is not None:
+            self._speculation.record(confidence, len(tokens), len(taken))
         return self._event(taken, text)
 
     def cancel(self) -> Event:
@@ -96,6 +106,7 @@ class Generation:
             logprobs=None if self.request.logprobs is None else tuple(self._logprobs),
             finish_reason=self.finish_reason,
             timings=Timings(self._admitted - self._added, self._first - self._admitted, self._last - self._first),
+            speculation=self._speculation,
         )
 
     def _event(self, taken: Sequence[int], text: str) -> Event:

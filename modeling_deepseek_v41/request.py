@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from .config import ModelConfig
+from .dspark.statistics import SpeculationStats
 from .errors import RequestError
 from .sampling import SamplingOptions
 
@@ -93,6 +94,8 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
     timings: Timings = dataclasses.field(compare=False)
+    speculation: SpeculationStats | None = dataclasses.field(default=None, compare=False)
+    """What speculation did for this request; None where the engine does not speculate."""
 
 
 def check_request(request: Request, config: ModelConfig, max_seq_len: int, has_tokenizer: bool) -> int:

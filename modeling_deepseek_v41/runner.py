@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from .buckets import PREFILL_BUCKETS, next_chunk, prefill_buckets, read_length
+from .dspark.choice import Choice
+from .dspark.step import Proposer, Step, read_prompt, speculative_step
 from .errors import DeepseekV41Error, RequestError
 from .model import DeepseekV41Model
 from .state import allocate
@@ -19,13 +21,19 @@ class Runner:
     """Runs ``model`` on ``slots`` sequences. State is allocated once and never cleared: reading goes by position.
 
     Positions belong to the caller: a slot is taken over by starting at position 0 again, rows that were written and are
-    not wanted are overwritten by the next call at their positions.
+    not wanted are overwritten by the next call at their positions. ``drafter``: sees every call, for ``speculate``.
     """
 
-    def __init__(self, model: DeepseekV41Model, slots: int, buckets: Sequence[int] = PREFILL_BUCKETS) -> None:
+    def __init__(
+        self,
+        model: DeepseekV41Model,
+        slots: int,
+        buckets: Sequence[int] = PREFILL_BUCKETS,
+        drafter: Proposer | None = None,
+    ) -> None:
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise RequestError(f"max_batch: expected an integer of 1 or more, found {slots!r}")
-        self.model, self.slots = model, slots
+        self.model, self.slots, self.drafter = model, slots, drafter
         self.buckets = prefill_buckets(model.max_seq_len, buckets)
         try:
             self._state = allocate(model.state_spec(slots))
@@ -37,27 +45,59 @@ class Runner:
         self._rank = torch.zeros(1, dtype=torch.int64)
 
     @torch.inference_mode()
-    def call(self, ids: Tensor, start: Sequence[int], length: Sequence[int], slot: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def call(self, ids: Tensor, start: Sequence[int], length: Sequence[int], slot: Sequence[int]) -> Tensor:
         """One forward of ids [B, T] int64, row b at position ``start[b]`` of ``slot[b]`` with ``length[b]`` real tokens.
 
-        Returns hidden [B, T, d] and taps [B, T, targets * d]; rows of padding are meaningless.
+        Returns hidden [B, T, d]; rows of padding are meaningless.
         """
-        end = max(first + count for first, count in zip(start, length, strict=True))
-        where = (torch.tensor(values, dtype=torch.int64) for values in (start, length, slot))
-        read = read_length(end, self.model.max_seq_len)
-        hidden, taps, *_ = self.model(ids, *where, self._rank, *self._state, read_len=read)
-        return hidden, taps
+        where, read = self._where(start, length, slot)
+        if self.drafter is None:
+            return self.model(ids, *where, self._rank, *self._state, read_len=read)[0]
+        return read_prompt(self.model, self.drafter, ids, *where, self._rank, *self._state, read_len=read)[0]
 
-    def prefill(self, prompt: Sequence[int], start: int, slot: int) -> tuple[Tensor, Tensor]:
-        """The next chunk of ``prompt``, from position ``start`` on: hidden [1, n, d] and taps of its n real tokens.
+    @torch.inference_mode()
+    def speculate(
+        self,
+        tokens: Sequence[int],
+        start: Sequence[int],
+        length: Sequence[int],
+        slot: Sequence[int],
+        num_draft_tokens: int,
+        choice: Choice | None = None,
+        uniforms: Tensor | None = None,
+        sampled_drafts: bool = False,
+    ) -> Step:
+        """One speculative step: row b's newest token stands at ``start[b]`` of ``slot[b]``, at most ``length[b]`` follow.
+
+        As ``dspark.step.speculative_step``; raises DeepseekV41Error where logits are no distribution.
+        """
+        assert self.drafter is not None
+        where, read = self._where(start, length, slot)
+        step, _ = speculative_step(
+            self.model, self.drafter, torch.tensor(tokens), *where, self._rank, self._state, read_len=read,
+            num_draft_tokens=num_draft_tokens, choice=choice, uniforms=uniforms, sampled_drafts=sampled_drafts,
+        )  # fmt: skip
+        for row, count in enumerate(length):
+            check_finite(step.logits[row, :count])
+        return step
+
+    def _where(
+        self, start: Sequence[int], length: Sequence[int], slot: Sequence[int]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        """``start``, ``length`` and ``slot`` as tensors, and the read length of their call."""
+        end = max(first + count for first, count in zip(start, length, strict=True))
+        first, count, place = (torch.tensor(values, dtype=torch.int64) for values in (start, length, slot))
+        return (first, count, place), read_length(end, self.model.max_seq_len)
+
+    def prefill(self, prompt: Sequence[int], start: int, slot: int) -> Tensor:
+        """The next chunk of ``prompt``, from position ``start`` on: hidden [1, n, d] of its n real tokens.
 
         A sequence runs by itself, padded to its bucket, so its numbers do not depend on what else the slots hold.
         """
         tokens, padded = next_chunk(start, len(prompt), self.buckets)
         ids = torch.zeros(1, padded, dtype=torch.int64)
         ids[0, :tokens] = torch.tensor(prompt[start : start + tokens])
-        hidden, taps = self.call(ids, [start], [tokens], [slot])
-        return hidden[:, :tokens], taps[:, :tokens]
+        return self.call(ids, [start], [tokens], [slot])[:, :tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -73,7 +113,7 @@ class Runner:
         """
         start = 0
         while start < len(prompt):
-            hidden, _ = self.prefill(prompt, start, slot)
+            hidden = self.prefill(prompt, start, slot)
             end = start + hidden.shape[1]
             for position in range(max(start, first), end, HEAD_ROWS):
                 yield position, self.logits(hidden[:, position - start : position - start + HEAD_ROWS])[0]

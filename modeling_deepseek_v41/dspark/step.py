@@ -51,10 +51,29 @@ def read_prompt(
     model: DeepseekV41Model, drafter: Proposer, ids: Tensor, start: Tensor, length: Tensor, slot: Tensor, rank: Tensor,
     *state: Tensor, read_len: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``DeepseekV41Model.forward`` on prompt tokens, which the drafter sees too: (hidden [B, T, d], *state)."""
+    """``DeepseekV41Model.forward`` on tokens that the drafter sees too: (hidden [B, T, d], *state)."""
     hidden, taps, *state_out = model(ids, start, length, slot, rank, *state, read_len=read_len)
     drafter.update(taps, State(model.state_names, tuple(state_out), make_call(start, length, slot, ids.shape[1], read_len)))
     return hidden, *state_out
+
+
+def draft_and_verify(
+    model: DeepseekV41Model, drafter: Proposer, token: Tensor, start: Tensor, length: Tensor, slot: Tensor, rank: Tensor,
+    state: Sequence[Tensor], *, num_draft_tokens: int, read_len: int, choice: Choice | None = None,
+    uniforms: Tensor | None = None,
+) -> tuple[Drafts, Tensor, list[Tensor]]:  # fmt: skip
+    """The k drafts behind ``token`` [B] and the backbone's logits [B, k + 1, vocab] fp32 behind 0 to k of them.
+
+    ``token``, ``start``, ``length``, ``slot`` and ``read_len`` as in ``speculative_step``. Drafts are greedy, or with
+    ``choice`` drawn with ``uniforms`` [B, k]. State, updated in place and returned, holds ``token`` and the drafts.
+    """
+    k, block = num_draft_tokens, model.config.dspark_block_size
+    tensors = tuple(state)
+    ahead = State(model.state_names, tensors, make_call(start, length.new_full(length.shape, block), slot, block, read_len))
+    drafts = drafter.propose(token, rank, ahead, model.embed, model.logits, k, choice, uniforms)
+    ids = torch.cat([token.unsqueeze(1), drafts.ids], 1)
+    hidden, *state_out = read_prompt(model, drafter, ids, start, length, slot, rank, *tensors, read_len=read_len)
+    return drafts, model.logits(hidden), state_out
 
 
 def speculative_step(
@@ -69,19 +88,16 @@ def speculative_step(
     draw drafts (``sampled_drafts``; else drafts are greedy and these are not used), k to accept, 1 for the last token.
     ``read_len``: at least max(start + length). Works at once after ``read_prompt``. State is updated in place.
     """
-    k, block = num_draft_tokens, model.config.dspark_block_size
-    tensors = tuple(state)
-    ahead = State(model.state_names, tensors, make_call(start, length.new_full(length.shape, block), slot, block, read_len))
+    k = num_draft_tokens
     drawing = (choice, uniforms[:, :k]) if sampled_drafts and uniforms is not None else (None, None)
-    drafts = drafter.propose(token, rank, ahead, model.embed, model.logits, k, *drawing)
-    ids = torch.cat([token.unsqueeze(1), drafts.ids], 1)
-    hidden, taps, *state_out = model(ids, start, length, slot, rank, *tensors, read_len=read_len)
-    logits = model.logits(hidden)
+    drafts, logits, state_out = draft_and_verify(
+        model, drafter, token, start, length, slot, rank, state,
+        num_draft_tokens=k, read_len=read_len, choice=drawing[0], uniforms=drawing[1],
+    )  # fmt: skip
     if choice is None or uniforms is None:
         tokens, counts = accept_greedy(drafts.ids, logits, length)
     else:
         target = choice.probabilities(logits)
         tokens, counts = accept_sampled(drafts.ids, drafts.probabilities, target, uniforms[:, k:], length)
-    drafter.update(taps, State(model.state_names, tuple(state_out), make_call(start, length, slot, k + 1, read_len)))
     last = tokens.gather(1, (counts - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
     return Step(tokens, counts, last, start + counts, logits, drafts), state_out
