@@ -55,7 +55,7 @@ class Engram(nn.Module):
         self.layout, self.arithmetic, self.eps = layout, arithmetic, config.rms_norm_eps
         self.embed = EngramTable(layout.rows, config.engram_head_dim, world)
         width = config.engram_columns * config.engram_head_dim
-        self.wkv = ColumnParallelLinear(width, (hc + 1) * d, arithmetic, world, fp8=True)
+        self.wkv = ColumnParallelLinear(width, (hc + 1) * d, arithmetic, world)
         self.q_weight = frozen(hc, d)
         self.k_weight = frozen(hc, d)
 
