@@ -31,16 +31,21 @@ def single(run: Run) -> dict[str, Any]:
     return results(run)
 
 
-def check(ranks: list[Any], runs: list[Run], options: list[dict[str, Any]], worst: float = 1e-5) -> None:
+WORST = {"fp32_no_qdq": 1e-5, "fp32": 1e-2}
+"""The relative error of a row of logits. With QDQ a sum in another order may round a cached value the other way: then 1e-4 to
+1e-2 from there on (the golden set's README), else 1e-6."""
+
+
+def check(ranks: list[Any], runs: list[Run], options: list[dict[str, Any]]) -> None:
     """Compares what ``rank_results`` gave in every rank with one process, and with each other to the bit."""
     for place, some in enumerate(options):
         for number, run in enumerate(runs):
             expected, found = single(run), [rank[place][number] for rank in ranks]
             where = f"{some}, {run.numerics}, batch {len(run.prompts)}"
             error = (found[0]["logits"] - expected["logits"]).abs().amax(-1) / expected["logits"].abs().amax(-1)
-            print(f"{where}: relative error {error.max():.1e}, per step {found[0]['counts']}")
+            print(f"{where}: relative error {error.max():.1e}, median {error.median():.1e}, exchanges {found[0]['counts']}")
             assert found[0]["logits"].shape == expected["logits"].shape, where
-            assert error.max() < worst, where
+            assert error.max() < WORST[run.numerics] and error.median() < 1e-5, where
             assert torch.equal(found[0]["tokens"], expected["tokens"]), where
             for kind in ("drafted", "drafts"):
                 for got, want in zip(found[0][kind], expected[kind], strict=True):
@@ -66,7 +71,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
 
 
 def test_two_ranks() -> None:
-    runs, options = [Run(TINY, prompts=FOUR[:2], steps=2, draft_steps=1)], [{}]
+    runs, options = [Run(TINY, "fp32_no_qdq", FOUR[:2], steps=2, draft_steps=1)], [{}]
     check(run_ranks(2, rank_results, runs, options), runs, options)
 
 
@@ -98,7 +103,7 @@ def test_layouts(world_size: int) -> None:
         for degree, mesh in PERMUTED.items():
             options += [{"attn_tp_degree": degree, "moe_ep_degree": 4, "dspark_moe_ep_degree": 4}]
             options += [{"attn_tp_degree": degree, "mesh": mesh, "o_proj_reduce": "world"}]
-    runs = [Run(TINY, prompts=FOUR), Run(TINY, prompts=FOUR[3:])]
+    runs = [Run(TINY, prompts=FOUR), Run(TINY, "fp32_no_qdq", FOUR), Run(TINY, prompts=FOUR[3:])]
     check(run_ranks(world_size, rank_results, runs, options, seconds=1500), runs, options)
 
 
@@ -152,7 +157,7 @@ def test_compiled_kernels_and_experts_as_bytes() -> None:
 @pytest.mark.slow
 def test_a_vocabulary_that_needs_padding(tmp_path: Path) -> None:
     """515 tokens: 129 per rank on 4 with one left over, 65 on 8; columns that stand for no token never come out."""
-    runs = [Run(checkpoint(tmp_path, vocab_size=515), prompts=FOUR)]
+    runs = [Run(checkpoint(tmp_path, vocab_size=515), "fp32_no_qdq", FOUR)]
     check(run_ranks(4, rank_results, runs, [{}]), runs, [{}])
     check(run_ranks(8, rank_results, runs, [{}]), runs, [{}])
 
@@ -160,7 +165,7 @@ def test_a_vocabulary_that_needs_padding(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wide_experts_split_eight_ways(tmp_path: Path) -> None:
     """256 columns: the shared expert in 8 parts, routed ones by id and columns as 8 x 1, 4 x 2, 2 x 4 and 1 x 8."""
-    runs = [Run(checkpoint(tmp_path, moe_intermediate_size=256), prompts=FOUR)]
+    runs = [Run(checkpoint(tmp_path, moe_intermediate_size=256), "fp32_no_qdq", FOUR)]
     runs.append(dataclasses.replace(runs[0], experts="bytes"))
     options = [{"moe_ep_degree": degree, "dspark_moe_ep_degree": 8 // degree} for degree in (8, 4, 2, 1)]
     check(run_ranks(8, rank_results, runs, options, seconds=900), runs, options)
@@ -170,7 +175,7 @@ def test_wide_experts_split_eight_ways(tmp_path: Path) -> None:
 def test_sixty_four_ranks(tmp_path: Path) -> None:
     """As the release on a trn2: 8 attention groups, one of 64 routed and one of 64 drafter experts per rank."""
     folder = checkpoint(tmp_path, n_routed_experts=64, dspark_n_routed_experts=64)
-    runs = [Run(folder, prompts=(FOUR[2],), steps=4, draft_steps=4)]
+    runs = [Run(folder, prompts=(FOUR[2],), draft_steps=4)]
     options = [{"mesh": TRN2}, {"mesh": TRN2, "o_proj_reduce": "world"}]
     check(run_ranks(64, rank_results, runs, options, seconds=1500), runs, options)
 
