@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert weights from fp4 with group scales to fp8 with one scale per row, without changing a value (docs/kernels.md, section 4).
+"""Expert weights from fp4 with group scales to fp8 with one scale per row, no value changed (docs/kernels.md, section 4).
 
 Trainium2 multiplies its own fp8, e4m3 with exponent bias 7, infinities and a largest value of 240, straight from memory, and
 knows no group scales. An fp4 value times a power of two is such an fp8 value while it stays among its normal numbers, so a
