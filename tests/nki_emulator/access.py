@@ -16,7 +16,8 @@ def read(tensor: NkiTensor, operand: str) -> np.ndarray:
     storage = tensor.storage
     if tensor.dynamic is None:
         if storage.written is not None and not _bytes(storage.written, tensor).all():
-            fail("uninitialised", operand, f"{tensor!r}: {_count(~_bytes(storage.written, tensor).all(-1))} elements never written")
+            missing = np.count_nonzero(~_bytes(storage.written, tensor).all(-1))
+            fail("uninitialised", operand, f"{tensor!r}: {missing} elements never written")
         _mark(tensor, operand, None, writes=False)
         return _elements(tensor).copy()
     where, valid = addresses(tensor)
@@ -35,7 +36,9 @@ def read_rows(tensor: NkiTensor, operand: str) -> np.ndarray:
     return read(tensor, operand).reshape(tensor.shape[0], -1)
 
 
-def write(tensor: NkiTensor, values: np.ndarray, operand: str = "dst", mask: np.ndarray | None = None, matmul: bool = False) -> None:
+def write(
+    tensor: NkiTensor, values: np.ndarray, operand: str = "dst", mask: np.ndarray | None = None, matmul: bool = False
+) -> None:
     """Store ``values``, already in the tensor's dtype; where ``mask`` is given only its true elements."""
     _check_scope(tensor, operand)
     storage = tensor.storage
@@ -149,10 +152,6 @@ def _flat(tensor: NkiTensor) -> np.ndarray:
 
 def _byte_positions(where: np.ndarray, dtype: str) -> np.ndarray:
     return where[..., None] * SIZE[dtype] + np.arange(SIZE[dtype])
-
-
-def _count(flags: np.ndarray) -> int:
-    return int(np.count_nonzero(flags))
 
 
 def _mark(tensor: NkiTensor, operand: str, where: np.ndarray | None, writes: bool) -> None:

@@ -4,7 +4,7 @@
 import enum
 
 
-class engine(enum.Enum):  # noqa: N801
+class engine(enum.Enum):
     """Engines of a NeuronCore."""
 
     unknown = 0
@@ -16,7 +16,7 @@ class engine(enum.Enum):  # noqa: N801
     sync = 6
 
 
-class reduce_cmd(enum.Enum):  # noqa: N801
+class reduce_cmd(enum.Enum):
     """What an instruction does with its engine's reduce registers."""
 
     idle = 0
@@ -26,7 +26,7 @@ class reduce_cmd(enum.Enum):  # noqa: N801
     load_reduce = 4
 
 
-class dge_mode(enum.Enum):  # noqa: N801
+class dge_mode(enum.Enum):
     """Who generates the descriptors of a DMA."""
 
     unknown = 0
@@ -35,28 +35,28 @@ class dge_mode(enum.Enum):  # noqa: N801
     none = 3
 
 
-class oob_mode(enum.Enum):  # noqa: N801
+class oob_mode(enum.Enum):
     """What a DMA does with an index out of bounds."""
 
     error = 0
     skip = 1
 
 
-class matmul_perf_mode(enum.Enum):  # noqa: N801
+class matmul_perf_mode(enum.Enum):
     """Performance mode of a matmul."""
 
     none = "none"
     double_row = "double_row"
 
 
-class dma_engine(enum.Enum):  # noqa: N801
+class dma_engine(enum.Enum):
     """Which DMA a sendrecv uses."""
 
     dma = 1
     gpsimd_dma = 2
 
 
-class nc_version(enum.Enum):  # noqa: N801
+class nc_version(enum.Enum):
     """Generations of the NeuronCore, in order."""
 
     gen2 = 2

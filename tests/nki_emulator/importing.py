@@ -11,7 +11,11 @@ from pathlib import Path
 
 from .kernel import Kernel, jit, real_nki, simulate
 
-SOURCES = {"nki.language": f"{__package__}.language", "nki.isa": f"{__package__}.isa", "nki.isa.constants": f"{__package__}.enums"}
+SOURCES = {
+    "nki.language": f"{__package__}.language",
+    "nki.isa": f"{__package__}.isa",
+    "nki.isa.constants": f"{__package__}.enums",
+}
 
 
 class EmulatorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -20,7 +24,9 @@ class EmulatorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
         """A spec for the emulated modules, None for all others."""
         if fullname == "nki" or fullname in SOURCES:
-            return importlib.machinery.ModuleSpec(fullname, self, origin="nki_emulator", is_package=fullname in ("nki", "nki.isa"))
+            return importlib.machinery.ModuleSpec(
+                fullname, self, origin="nki_emulator", is_package=fullname in ("nki", "nki.isa")
+            )
         return None
 
     def create_module(self, spec):
@@ -33,8 +39,8 @@ class EmulatorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__dict__.update(__emulated__=True, jit=jit, simulate=simulate, Kernel=Kernel, dtype=str)
             return
         source = importlib.import_module(SOURCES[module.__name__])
-        hidden = ("__name__", "__spec__", "__loader__", "__path__", "__package__", "__file__", "__builtins__")
-        module.__dict__.update({name: value for name, value in vars(source).items() if name not in hidden})
+        public = [*getattr(source, "__all__", [name for name in vars(source) if not name.startswith("_")]), "__getattr__"]
+        module.__dict__.update({name: vars(source)[name] for name in public if name in vars(source)})
 
 
 def provide_nki() -> bool:

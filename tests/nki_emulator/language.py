@@ -26,10 +26,12 @@ private_hbm = hbm = MemoryRegion.private_hbm
 shared_hbm = MemoryRegion.shared_hbm
 
 __all__ = [
-    *OPERATORS, *dtypes.NUMPY, "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "device_print", "ds", "float4_e2m1fn_x4",
-    "float8_e4m3fn_x4", "float8_e5m2_x4", "fori_loop", "full", "hbm", "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "load", "ndarray",
-    "no_reorder", "num_programs", "ones", "private_hbm", "program_id", "program_ndim", "psum", "sbuf", "sequential_range",
-    "shared_constant", "shared_hbm", "shared_identity_matrix", "static_range", "store", "tile_size", "while_loop", "zeros",
+    *OPERATORS, *dtypes.NUMPY,
+    "MemoryRegion", "NKIObject", "NkiTensor", "affine_range", "device_print", "ds", "dynamic_range", "float4_e2m1fn_x4",
+    "float8_e4m3fn_x4", "float8_e5m2_x4", "fori_loop", "full", "hbm", "is_hbm", "is_on_chip", "is_psum", "is_sbuf", "load",
+    "ndarray", "no_reorder", "num_programs", "ones", "private_hbm", "program_id", "program_ndim", "psum", "sbuf",
+    "sequential_range", "shared_constant", "shared_hbm", "shared_identity_matrix", "static_range", "store", "tile_size",
+    "while_loop", "zeros",
 ]  # fmt: skip
 
 
@@ -213,7 +215,11 @@ def while_loop(init: Register, body_fun: Callable[[Register], Register]) -> None
             with next_iteration():
                 condition = body_fun(condition)
                 if not isinstance(condition, Register):
-                    fail("loop-variable", "body_fun", f"returned {type(condition).__name__}, expected the next condition register")
+                    fail(
+                        "loop-variable",
+                        "body_fun",
+                        f"returned {type(condition).__name__}, expected the next condition register",
+                    )
             trips += 1
     current().trips.append(trips)
 
@@ -243,7 +249,9 @@ def _loop(name: str, bounds: list) -> Iterator[Callable]:
         record("sync", costs.LOOP_CYCLES, name=name)
         yield
         if loop.iteration > 0 and loop.counted != len(loop.issued):
-            fail("loop-body", name, f"{loop.counted} instructions in iteration {loop.iteration}, {len(loop.issued)} in the first")
+            fail(
+                "loop-body", name, f"{loop.counted} instructions in iteration {loop.iteration}, {len(loop.issued)} in the first"
+            )
         loop.iteration += 1
 
     core.loops.append(loop)
@@ -255,4 +263,3 @@ def _loop(name: str, bounds: list) -> Iterator[Callable]:
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(f"nki.language.{name}: the emulator does not have it; see nki_emulator/language.py for what it has")
-

@@ -148,7 +148,7 @@ def current() -> Core:
     """The core whose kernel runs in this thread."""
     core = getattr(_local, "core", None)
     if core is None:
-        raise RuntimeError("nki calls need a running kernel: use nki_emulator.run(kernel, *arrays), or call a function under @nki.jit")
+        raise RuntimeError("nki calls need a running kernel: use nki_emulator.run(kernel, *arrays)")
     return core
 
 
@@ -186,7 +186,11 @@ def allocate(region: MemoryRegion, partitions: int, nbytes: int, name: str) -> S
     loop = core.loops[-1] if core.loops else None
     if loop is not None and loop.iteration > 0:
         if loop.position >= len(loop.tiles):
-            fail("loop-body", name or "ndarray", f"allocation {loop.position + 1} in iteration {loop.iteration}, not in the first")
+            fail(
+                "loop-body",
+                name or "ndarray",
+                f"allocation {loop.position + 1} in iteration {loop.iteration}, not in the first",
+            )
         storage = loop.tiles[loop.position]
         loop.position += 1
         if (storage.region, storage.partitions, storage.raw.size) != (region, partitions, nbytes):
@@ -208,7 +212,7 @@ def _allocate_shared(core: Core, nbytes: int, name: str) -> Storage:
     if order == len(known):
         known.append(Storage(MemoryRegion.shared_hbm, 1, nbytes, name))
     elif known[order].raw.size != nbytes:
-        fail("shared-allocation", name or "ndarray", f"{nbytes} bytes, the other core's shared tensor {order} has {known[order].raw.size}")
+        fail("shared-allocation", name or "ndarray", f"{nbytes} bytes, the other core has {known[order].raw.size}")
     return known[order]
 
 
@@ -250,7 +254,9 @@ def record(
         storage.use.first = index if storage.use.first < 0 else storage.use.first
         storage.use.last = index
     line = kernel_line()
-    trace.add(Instruction(index, core.number, engine, name or core.instruction, line, cycles, us, latency_us, nbytes, tuple(depends)))
+    trace.add(
+        Instruction(index, core.number, engine, name or core.instruction, line, cycles, us, latency_us, nbytes, tuple(depends))
+    )
     if core.loops:
         _count_in(core.loops[-1], f"{name or core.instruction} at {line}")
     return index

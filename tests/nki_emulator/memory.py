@@ -69,7 +69,7 @@ class TileUse:
 class Storage:
     """The memory of one allocation.
 
-    ``raw`` its bytes; ``written`` a flag per byte, None where all are; ``matmul`` (PSUM) a flag per byte that a matmul wrote it;
+    ``raw`` its bytes; ``written`` a flag per byte, None where all are; ``matmul`` (PSUM) a flag per byte: a matmul wrote it;
     ``use`` its size and life; ``loop`` the loop body it belongs to; the marks are the cores' accesses since the last barrier.
     """
 

@@ -33,7 +33,7 @@ def tile(operand: str, tensor: Any, regions: Sequence[MemoryRegion] = ON_CHIP, f
     if start % step:
         fail("start-partition", operand, f"{tensor!r}: {count} partitions from {start}")
     if count > 1 and tensor.strides[0] != tensor.partition_stride:
-        fail("partition-step", operand, f"{tensor!r}: stride {tensor.strides[0]}, a partition has {tensor.partition_stride} elements")
+        fail("partition-step", operand, f"{tensor!r}: stride {tensor.strides[0]}, expected {tensor.partition_stride}")
     if (dimensions := _free_dimensions(tensor)) > free_dimensions:
         fail("free-dimensions", operand, f"{tensor!r}: {dimensions} free dimensions in {tensor.get_pattern()}")
 

@@ -120,9 +120,22 @@ OPERATORS |= {
         ),
     )
 }
-"""Gelu, mish, erf and their derivatives exist in NKI but not here: OPERATORS is what these kernels and the test kernels need."""
+"""What the kernels here need; NKI has more activation functions."""
 
-_NAMES_ONLY = ("gelu", "gelu_dx", "silu_dx", "gelu_apprx_sigmoid_dx", "mish", "erf", "erf_dx", "sin", "cos", "arctan", "divide", "mod")
+_NAMES_ONLY = (
+    "gelu",
+    "gelu_dx",
+    "silu_dx",
+    "gelu_apprx_sigmoid_dx",
+    "mish",
+    "erf",
+    "erf_dx",
+    "sin",
+    "cos",
+    "arctan",
+    "divide",
+    "mod",
+)
 
 
 def _absent(name: str) -> Callable[..., np.ndarray]:

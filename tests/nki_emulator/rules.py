@@ -11,6 +11,7 @@ ISA = "nki/api/nki/isa/__init__.py"
 LANGUAGE = "nki/api/nki/language/__init__.py"
 ARCH = "nki/guides/architecture/trainium_inferentia2_arch.rst"
 ARCH2 = "nki/guides/architecture/trainium2_arch.rst"
+GUIDE = "nki/get-started/nki-language-guide.rst"
 PATTERNS = "nki/deep-dives/nki-aps.rst"
 SHARED = "nki/api/nki.api.shared.rst"
 MIGRATION = "nki/migration/index.rst"
@@ -38,7 +39,7 @@ RULES = {
     ),
     "partition-step": Rule("the partitions of an access are contiguous", f"{PATTERNS}, Restriction on SBUF/PSUM Tensors"),
     "free-dimensions": Rule(
-        "an engine's access pattern has at most 3 free dimensions (4 where the instruction says so), after merging contiguous ones",
+        "an engine's pattern has at most 3 free dimensions (4 where the instruction says so), contiguous ones merged",
         f"{PATTERNS}, Hardware Capability",
     ),
     "bounds": Rule("an access stays inside its tensor; on chip, inside its partition", f"{PATTERNS}, Semantics"),
@@ -48,14 +49,16 @@ RULES = {
     ),
     "view": Rule("a view keeps to the constraints of its method", f"{LANGUAGE}, NkiTensor"),
     "index": Rule("an index is a compile-time integer, a slice or nl.ds", f"{LANGUAGE}, NkiTensor.__getitem__"),
-    "uninitialised": Rule("every element that is read was written before", "nki/get-started/nki-language-guide.rst, Creating Tensors"),
+    "uninitialised": Rule("every element that is read was written before", f"{GUIDE}, Creating Tensors"),
     "sbuf-capacity": Rule("live SBUF tiles fit the usable bytes of a partition", f"{ARCH2}, and nki-library's budget"),
-    "psum-capacity": Rule("live PSUM tiles fit 8 banks of 2 KiB; each tile starts on a bank", f"{MIGRATION}, Improved allocation API"),
+    "psum-capacity": Rule(
+        "live PSUM tiles fit 8 banks of 2 KiB; a tile starts a bank", f"{MIGRATION}, Improved allocation API"
+    ),
     # dtypes
     "dtype": Rule("a dtype is one of nki.language's that exists on trn2", f"{SHARED}, Supported Data Types"),
     "dtype-trn2": Rule("engines of trn2 do not compute on float8_e4m3fn and float8_e8m0fnu", f"{ISA}, nc_matmul, Data types"),
     "dtype-operand": Rule("the operand has a dtype that the instruction accepts", ISA),
-    "bitvec": Rule("bit operators take integer tiles of one width, and are not mixed with arithmetic ones", f"{SHARED}, Math Operators"),
+    "bitvec": Rule("bit operators take integer tiles of one width, without arithmetic ones", f"{SHARED}, Math Operators"),
     # operands
     "tile": Rule("the operand is a tile", ISA),
     "buffer": Rule("the operand is in a memory that the instruction can reach", ISA),
@@ -73,20 +76,28 @@ RULES = {
     "reduce-registers": Rule("reduce registers are reset before they are accumulated or read", f"{ISA}, activation"),
     # DMA
     "dma-psum": Rule("DMA moves between HBM and SBUF; PSUM goes through an engine", f"{MIGRATION}, dma_copy reading from PSUM"),
-    "dge-mode": Rule("the DGE mode fits the access: vector offsets need unknown or swdge", f"{DGE}, How .ap() affects DGE mode"),
+    "dge-mode": Rule(
+        "the DGE mode fits the access: vector offsets need unknown or swdge", f"{DGE}, How .ap() affects DGE mode"
+    ),
     # tensor engine
     "matmul-tile": Rule("K and M are at most 128, N at most 512", f"{ISA}, nc_matmul, Tile size"),
     "matmul-dtype": Rule("float32 pairs only with float32; dst is float32", f"{ISA}, nc_matmul, Data types"),
     "matmul-rows": Rule("stationary and moving are on the same partitions", f"{ARCH2}, a partition feeds its row of the array"),
-    "psum-bank": Rule("a matmul writes inside one PSUM bank of 2 KiB per partition", f"{ARCH}, PSUM; {ISA}, nc_matmul, Tile size"),
+    "psum-bank": Rule(
+        "a matmul writes inside one PSUM bank of 2 KiB per partition", f"{ARCH}, PSUM; {ISA}, nc_matmul, Tile size"
+    ),
     "psum-group": Rule(
         "accumulation starts with a matmul that overwrites; what memset, a copy or a transpose wrote counts as uninitialised",
         f"{ISA}, nc_matmul, Accumulation mode",
     ),
     "double-row": Rule("double_row takes fp8 tiles [K, 2, *] and no tiling", f"{ISA}, nc_matmul, Layout"),
-    "transpose-tile": Rule("transposes are up to 128x128 on the tensor engine, 32x32 on the vector engine", f"{ISA}, nc_transpose"),
+    "transpose-tile": Rule(
+        "transposes are up to 128x128 on the tensor engine, 32x32 on the vector engine", f"{ISA}, nc_transpose"
+    ),
     # loops, registers, cores
-    "register": Rule("a register's value is not known to Python: use it as loop bound or scalar_offset", f"{ISA}, VirtualRegister"),
+    "register": Rule(
+        "Python does not know a register's value: it is a loop bound or a scalar_offset", f"{ISA}, VirtualRegister"
+    ),
     "loop-variable": Rule("the loop variable is read-only, the step a positive integer, the body returns nothing", LOOPS),
     "loop-scope": Rule("a tile allocated in a loop body is not used outside the loop", LOOPS),
     "loop-body": Rule("a loop body is compiled once: every iteration allocates and issues the same", LOOPS),
@@ -94,7 +105,7 @@ RULES = {
     "no-reorder": Rule("dynamic loops do not stand inside nl.no_reorder", LOOPS),
     "trip-counts": Rule("both cores run the same control flow", f"{LNC}, Final Notes"),
     "barrier": Rule("both cores meet at the same barriers and exchanges", f"{ISA}, core_barrier"),
-    "race": Rule("a core that reads or overwrites shared HBM of the other core comes after a barrier on that tensor", f"{ISA}, core_barrier"),
+    "race": Rule("between the cores' conflicting accesses to a shared tensor there is a barrier on it", f"{ISA}, core_barrier"),
     "shared-allocation": Rule("both cores allocate the same shared tensors in the same order", LNC),
     "output": Rule("outputs are tensors in HBM, in shared HBM for two cores", f"{LNC}, Final Notes"),
     "unsupported": Rule("the emulator has the calls that this repository's kernels use", EMULATOR),
@@ -102,7 +113,7 @@ RULES = {
 
 
 class RuleError(Exception):
-    """A broken rule. ``rule`` is its key in RULES; the message has the kernel's line, the instruction, the operand and the rule."""
+    """A broken rule. ``rule`` is its key in RULES; the message has the kernel's line, instruction, operand and rule."""
 
     def __init__(self, rule: str, where: str, instruction: str, operand: str, found: str) -> None:
         text = f"{where}: {instruction}: {operand}: {found}\n  rule {rule}: {RULES[rule].text}\n  source: {RULES[rule].source}"

@@ -2,6 +2,7 @@
 """NkiTensor: a strided view of a storage, with the view methods of nki.language.NkiTensor and their constraints."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ class NKIObject:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name in cls.__dict__.get("__annotations__", {}):
+        for name in inspect.get_annotations(cls):
             if name not in cls.__dict__:
                 setattr(cls, name, None)
 
@@ -27,7 +28,7 @@ class NKIObject:
 
 
 @dataclasses.dataclass(frozen=True)
-class ds:  # noqa: N801 - nki.language's name
+class ds:
     """A slice by start and size."""
 
     start: int
@@ -90,7 +91,9 @@ class NkiTensor(NKIObject):
 
     __slots__ = ("buffer", "dtype", "dynamic", "name", "offset", "shape", "storage", "strides")
 
-    def __init__(self, shape, dtype: str, storage: Storage, buffer: MemoryRegion, name: str = "", strides=None, offset=0, dynamic=None):
+    def __init__(
+        self, shape, dtype: str, storage: Storage, buffer: MemoryRegion, name: str = "", strides=None, offset=0, dynamic=None
+    ):
         self.shape = tuple(shape)
         self.strides = contiguous_strides(self.shape) if strides is None else tuple(strides)
         self.dtype, self.storage, self.buffer, self.name, self.offset = dtype, storage, buffer, name, offset
@@ -264,7 +267,9 @@ class NkiTensor(NKIObject):
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.size // -math.prod(sizes)
         self._need(math.prod(sizes) == self.size, "reshape", f"{shape} has another number of elements")
-        self._need(not (self.on_chip or self._rows()) or sizes[0] == self.shape[0], "reshape", f"{shape} changes the partitions")
+        self._need(
+            not (self.on_chip or self._rows()) or sizes[0] == self.shape[0], "reshape", f"{shape} changes the partitions"
+        )
         strides = _reshaped_strides(self.shape, self.strides, sizes)
         if strides is None:
             fail("view", f"{self!r}.reshape", f"{shape} needs a copy")
@@ -303,14 +308,16 @@ class NkiTensor(NKIObject):
         dynamic = Dynamic(_vector_index(vector_offset), self.strides[0], self.shape[0], rows=True)
         return self._derive((vector_offset.shape[0], *self.shape[1:]), self.strides, dynamic=dynamic)
 
-    def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim: int = 0, dtype=None) -> "NkiTensor":
+    def ap(
+        self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim: int = 0, dtype=None
+    ) -> "NkiTensor":
         """The view [[stride, count], ..] of the storage. It replaces this view's shape and strides, it does not compose."""
         if offset is not None and self.offset:
             fail("ap-offset", repr(self), f"offset {offset} on a view that starts at {self.offset}")
         strides, shape = [int(step) for step, _ in pattern], [int(count) for _, count in pattern]
         view = self._derive(shape, strides, self.offset if offset is None else int(offset), dtype)
         if self.on_chip and shape[0] > 1 and strides[0] != view.partition_stride:
-            fail("partition-step", f"{self!r}.ap", f"first stride {strides[0]}, a partition has {view.partition_stride} elements")
+            fail("partition-step", f"{self!r}.ap", f"first stride {strides[0]}, expected {view.partition_stride}")
         self._need(self.dynamic is None, "ap", "on a view with a dynamic index")
         if scalar_offset is not None and vector_offset is not None:
             fail("indirect", f"{self!r}.ap", "both scalar_offset and vector_offset")
@@ -365,7 +372,7 @@ def _check_bounds(view: NkiTensor) -> None:
     inside = view.partition_stride if view.on_chip else view.storage.raw.size // SIZE[view.dtype]
     low = view.offset % inside if view.on_chip else view.offset
     if low + span >= inside or (view.on_chip and view.start_partition + view.shape[0] > view.storage.partitions):
-        fail("bounds", repr(view), f"pattern {view.get_pattern()} at {view.offset}; {inside} elements, {view.storage.partitions} partitions")
+        fail("bounds", repr(view), f"pattern {view.get_pattern()} from {view.offset} of {inside} elements")
 
 
 def _reshaped_strides(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> tuple[int, ...] | None:

@@ -45,7 +45,9 @@ def register_load(dst, src) -> None:
         fail("dtype-operand", "src", f"{src!r}, expected an integer dtype: registers here are bounds and offsets")
     dst.value = int(read(src, "src").reshape(-1)[0])
     latency = 0.0 if src.on_chip else costs.DMA_FIXED_US
-    dst.ready = record("sync", costs.ISSUE_CYCLES, us=costs.ISSUE_CYCLES / costs.GHZ["sync"] / 1e3, latency_us=latency, reads=[src])
+    dst.ready = record(
+        "sync", costs.ISSUE_CYCLES, us=costs.ISSUE_CYCLES / costs.GHZ["sync"] / 1e3, latency_us=latency, reads=[src]
+    )
 
 
 @instruction
@@ -89,7 +91,9 @@ def sendrecv(src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=dma_eng
     if dst.dtype != src.dtype or dst.shape != src.shape:
         fail("shape", "src", f"{src!r} against dst {dst!r}")
     if len(core.machine.cores) != 2 or {send_to_rank, recv_from_rank} != {1 - core.number}:
-        fail("argument", "ranks", f"to {send_to_rank}, from {recv_from_rank} on core {core.number} of {len(core.machine.cores)}")
+        fail(
+            "argument", "ranks", f"to {send_to_rank}, from {recv_from_rank} on core {core.number} of {len(core.machine.cores)}"
+        )
     nbytes = src.size * SIZE[src.dtype]
     if dma_engine is dma_engines.gpsimd_dma and src.free * SIZE[src.dtype] > 256 * SIZE[src.dtype]:
         fail("argument", "src", f"{src!r}: at most 256 elements per partition by gpsimd_dma")

@@ -39,13 +39,13 @@ def dma_copy(
             after.append(record("gpsimd", costs.SWDGE_CYCLES_PER_ROW * tensor.shape[0], name="dma_descriptors"))
     nbytes = max(dst.size * SIZE[dst.dtype], src.size * SIZE[src.dtype])
     run = min(_run_bytes(dst), _run_bytes(src))
-    record("dma", us=_busy_us(nbytes, run), latency_us=costs.DMA_FIXED_US, nbytes=nbytes, reads=[src], writes=[dst], after=after)
+    record(
+        "dma", us=_busy_us(nbytes, run), latency_us=costs.DMA_FIXED_US, nbytes=nbytes, reads=[src], writes=[dst], after=after
+    )
 
 
 @instruction
-def dma_transpose(
-    dst, src, axes=None, priority=None, dge_mode=dge_modes.unknown, oob_mode=oob_modes.error, name=None
-) -> None:
+def dma_transpose(dst, src, axes=None, priority=None, dge_mode=dge_modes.unknown, oob_mode=oob_modes.error, name=None) -> None:
     """dst = src with its first and last dimension exchanged: (1, 0), (2, 1, 0) or (3, 1, 2, 0)."""
     _check(dst, src, priority, dge_mode)
     order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(src.ndim)

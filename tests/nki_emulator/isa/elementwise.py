@@ -73,7 +73,12 @@ def tensor_copy_predicated(dst, src, predicate, reverse_pred=False, name=None) -
     else:
         values = from_float32(np.full((dst.shape[0], dst.free), vector("src", src, dst.shape[0]), np.float32), dst.dtype)
     write(dst, values, mask=chosen)
-    record("vector", vector_cycles(dst, predicate, *tensors(src), two_inputs=True), reads=[predicate, dst, *tensors(src)], writes=[dst])
+    record(
+        "vector",
+        vector_cycles(dst, predicate, *tensors(src), two_inputs=True),
+        reads=[predicate, dst, *tensors(src)],
+        writes=[dst],
+    )
 
 
 @instruction
@@ -219,5 +224,3 @@ def reciprocal(dst, data, name=None) -> None:
     with np.errstate(all="ignore"):
         write_float32(dst, np.float32(1) / read_float32(data, "data"))
     record("vector", costs.RECIPROCAL_VECTOR * data.free, reads=[data], writes=[dst])
-
-

@@ -82,7 +82,7 @@ def nc_n_gather(dst, data, indices, name=None) -> None:
 
 @instruction
 def local_gather(dst, src_buffer, index, num_elem_per_idx=1, num_valid_indices=None, name=None) -> None:
-    """Each GpSimd core gathers from its 16 partitions at the positions that its 16 partitions of ``index`` hold, column by column."""
+    """Each GpSimd core gathers from its 16 partitions at the positions in its 16 partitions of ``index``, column by column."""
     for label, one in (("dst", dst), ("src_buffer", src_buffer), ("index", index)):
         tile(label, one, (SBUF,))
     if src_buffer.shape[0] != index.shape[0] or index.shape[0] % 16 or dst.shape[0] != index.shape[0]:

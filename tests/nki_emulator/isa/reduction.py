@@ -32,7 +32,13 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None) 
         fail("shape", "dst", f"{dst!r}, expected {list(kept)}")
     operator = alu("op", op)
     if operator.bitwise:
-        if data.dtype not in INTEGERS or SIZE[data.dtype] != SIZE[dst.dtype] or operator.unary or "shift" in operator.name or negate:
+        if (
+            data.dtype not in INTEGERS
+            or SIZE[data.dtype] != SIZE[dst.dtype]
+            or operator.unary
+            or "shift" in operator.name
+            or negate
+        ):
             fail("bitvec", "op", f"{operator!r} of {data!r} to {dst!r}")
         rows = read_rows(data, "data").reshape(*kept, -1)
         write(dst, getattr(np, operator.name).reduce(rows, axis=-1).view(NUMPY[dst.dtype]))
@@ -101,7 +107,11 @@ def _check_range(op: Operator, inputs: np.ndarray) -> None:
     size = np.abs(inputs) if op.signed else inputs
     bad = ~((size >= low) & (size <= high))
     if bad.any():
-        fail("activation-range", "data", f"{op!r} of {inputs[bad][0]!r}, valid are {low:.3g} to {high:.3g}; {bad.sum()} elements outside")
+        fail(
+            "activation-range",
+            "data",
+            f"{op!r} of {inputs[bad][0]:.3g} and {bad.sum() - 1} more; valid are {low:.3g} to {high:.3g}",
+        )
 
 
 def _write_registers(reduce_res: Any, registers: np.ndarray | None, partitions: int, sign: float = 1.0) -> None:
@@ -198,7 +208,15 @@ def range_select(
 
 @instruction
 def select_reduce(
-    dst, predicate, on_true, on_false, reduce_res=None, reduce_cmd=reduce_cmds.idle, reduce_op=None, reverse_pred=False, name=None
+    dst,
+    predicate,
+    on_true,
+    on_false,
+    reduce_res=None,
+    reduce_cmd=reduce_cmds.idle,
+    reduce_op=None,
+    reverse_pred=False,
+    name=None,
 ) -> None:
     """dst = on_true where the predicate is not 0, else on_false; and its maximum."""
     for label, one in (("dst", dst), ("predicate", predicate), ("on_true", on_true)):
@@ -276,4 +294,3 @@ def tensor_scalar_cumulative(dst, src, op0, op1, imm0, imm1=None, reduce_cmd=red
     core.vector_registers[:partitions, 0] = state
     write_float32(dst, result)
     _record_with_registers(vector_cycles(dst, src), [src, *tensors(imm0, imm1)], [dst])
-

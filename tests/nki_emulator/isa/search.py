@@ -38,7 +38,7 @@ def max8(dst, src, name=None) -> None:
 
 
 def _occurrences(data: np.ndarray, wanted: np.ndarray, columns: range) -> np.ndarray:
-    """Position of each wanted value in its row, a repeated value at its next occurrence in the order of ``columns``; -1: none."""
+    """Position of each wanted value in its row, -1 if absent; repeated ones at successive places, in the order ``columns``."""
     found = np.full(wanted.shape, -1, np.int64)
     for row in range(data.shape[0]):
         taken: set[int] = set()
@@ -107,5 +107,3 @@ def nc_stream_shuffle(dst, src, shuffle_mask, name=None) -> None:
             moved[row], chosen[row] = values[source], True
     write(dst, moved, mask=chosen)
     record("vector", vector_cycles(dst, src), reads=[src, dst], writes=[dst])
-
-

@@ -122,7 +122,9 @@ def _psum_values(dst: NkiTensor, kept: np.ndarray) -> np.ndarray:
 
     if kept.all():
         return read(dst, "dst")
-    return np.where(kept, np.ndarray(dst.shape, np.float32, dst.storage.raw.data, dst.offset * 4, [4 * s for s in dst.strides]), 0)
+    return np.where(
+        kept, np.ndarray(dst.shape, np.float32, dst.storage.raw.data, dst.offset * 4, [4 * s for s in dst.strides]), 0
+    )
 
 
 @instruction
