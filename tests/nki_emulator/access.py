@@ -17,7 +17,8 @@ def read(tensor: NkiTensor, operand: str) -> np.ndarray:
     if tensor.dynamic is None:
         if storage.written is not None and not _bytes(storage.written, tensor).all():
             missing = np.count_nonzero(~_bytes(storage.written, tensor).all(-1))
-            fail("uninitialised", operand, f"{tensor!r}: {missing} elements never written")
+            hint = ", or not yet: is a barrier missing?" if _shared(tensor) else ""
+            fail("uninitialised", operand, f"{tensor!r}: {missing} elements never written{hint}")
         _mark(tensor, operand, None, writes=False)
         return _elements(tensor).copy()
     where, valid = addresses(tensor)
@@ -157,7 +158,7 @@ def _byte_positions(where: np.ndarray, dtype: str) -> np.ndarray:
 def _mark(tensor: NkiTensor, operand: str, where: np.ndarray | None, writes: bool) -> None:
     """Note who touches shared HBM; fail where the other core wrote (or, for a write, read) it since the last barrier."""
     storage, core = tensor.storage, current()
-    if tensor.buffer is not MemoryRegion.shared_hbm or len(core.machine.cores) == 1:
+    if not _shared(tensor):
         return
     if storage.written_by is None:
         if not writes:
@@ -174,6 +175,10 @@ def _mark(tensor: NkiTensor, operand: str, where: np.ndarray | None, writes: boo
     if writes and (_region(storage.read_by, tensor, where) & other).any():
         fail("race", operand, f"{tensor!r} was read by core {1 - core.number} since the last barrier on it")
     _touch(storage.written_by if writes else storage.read_by, tensor, where, int(mine))
+
+
+def _shared(tensor: NkiTensor) -> bool:
+    return tensor.buffer is MemoryRegion.shared_hbm and len(current().machine.cores) > 1
 
 
 def _region(marks: np.ndarray, tensor: NkiTensor, where: np.ndarray | None) -> np.ndarray:

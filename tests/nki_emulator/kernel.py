@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .access import read
-from .language import constant
+from .language import in_hbm
 from .machine import Machine, running
 from .memory import MemoryRegion, Storage
 from .rules import RuleError
@@ -93,7 +93,7 @@ def real_nki() -> bool:
 def _to_tensors(value: Any, known: dict[int, NkiTensor]) -> Any:
     if isinstance(value, np.ndarray):
         if id(value) not in known:
-            known[id(value)] = constant(value)
+            known[id(value)] = in_hbm(value)
         return known[id(value)]
     if isinstance(value, list | tuple):
         return type(value)(_to_tensors(one, known) for one in value)

@@ -130,7 +130,7 @@ def store(dst: NkiTensor, value: NkiTensor) -> None:
     dma_copy(dst=dst, src=value)
 
 
-def constant(values: np.ndarray) -> NkiTensor:
+def in_hbm(values: np.ndarray) -> NkiTensor:
     """An array as a tensor in shared HBM, without a copy where it is contiguous."""
     values = np.ascontiguousarray(values)
     if values.dtype not in dtypes.NAME:
@@ -139,10 +139,10 @@ def constant(values: np.ndarray) -> NkiTensor:
     return NkiTensor(values.shape, dtypes.NAME[values.dtype], Storage(shared_hbm, 1, raw.size, "", raw), shared_hbm)
 
 
-def shared_constant(constant_values) -> NkiTensor:
+def shared_constant(constant) -> NkiTensor:
     """A constant of the binary in shared HBM, from an array or a path of a .npy file."""
-    values = np.load(constant_values) if isinstance(constant_values, str) else constant_values
-    return constant(np.array(values))
+    values = np.load(constant) if isinstance(constant, str) else constant
+    return in_hbm(np.array(values))
 
 
 def shared_identity_matrix(n: int, dtype: str = "uint8", dst: NkiTensor | None = None) -> NkiTensor:
@@ -186,8 +186,8 @@ def no_reorder() -> Iterator[None]:
         core.no_reorder = outer
 
 
-def dynamic_range(*_: Any) -> None:
-    """Deprecated in NKI 0.6."""
+def dynamic_range(start, stop=None, step=1) -> None:
+    """Deprecated in NKI 0.6, and refused here."""
     fail("loop-body", "dynamic_range", "deprecated in NKI 0.6; use nl.fori_loop")
 
 

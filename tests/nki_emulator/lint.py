@@ -2,8 +2,8 @@
 """A lint of the Python that NKI's compiler accepts in kernels. The emulator, like nki.simulate, would run any Python.
 
 The compiler compiles a function under @nki.jit and inlines what it calls. Its language is a subset of Python
-(nki/get-started/nki-language-guide.rst; nki/migration/index.rst, "NKI has a compiler!"), of which no grammar is published. Accepted
-here is what the guide shows, and the syntax of the kernels of nki-library that were compiled for devices; the rest is reported.
+(nki/get-started/nki-language-guide.rst; nki/migration/index.rst, "NKI has a compiler!"), of which no grammar is published.
+Accepted here is what the guide shows and the syntax of nki-library's kernels; the rest is reported.
 """
 
 import ast
@@ -13,8 +13,9 @@ from pathlib import Path
 ACCEPTED = (
     ast.arguments, ast.arg, ast.keyword, ast.alias, ast.Load, ast.Store, ast.Name, ast.Attribute, ast.Constant, ast.JoinedStr,
     ast.FormattedValue, ast.Call, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Expr, ast.Assign, ast.AnnAssign,
-    ast.AugAssign, ast.Return, ast.Assert, ast.If, ast.For, ast.While, ast.Continue, ast.Break, ast.Pass, ast.FunctionDef, ast.IfExp,
-    ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.With, ast.withitem,
+    ast.AugAssign, ast.Return, ast.Assert, ast.If, ast.For, ast.While, ast.Continue, ast.Break, ast.Pass, ast.FunctionDef,
+    ast.IfExp, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.With,
+    ast.withitem,
 )  # fmt: skip
 BUILTINS = {
     "abs",

@@ -96,8 +96,8 @@ class Machine:
                             f"core 0 made {first} iterations per loop, core 1 {second}")  # fmt: skip
         return results[0]
 
-    def meet(self, core: Core, point: tuple) -> None:
-        """Let ``core`` wait until the other one is at the same ``point``."""
+    def meet(self, core: Core, point: tuple, together: Callable[[], None] | None = None) -> None:
+        """Let ``core`` wait until the other one is at the same ``point``; ``together`` runs once, before either goes on."""
         if len(self.cores) == 1:
             return
         core.waits_at = point
@@ -108,6 +108,8 @@ class Machine:
             if other.waits_at is not None and other.waits_at != point:
                 fail("barrier", str(point[0]), f"core {core.number} waits at {point}, core {other.number} at {other.waits_at}")
         if all(other.waits_at == point for other in others):
+            if together is not None:
+                together()
             for each in self.cores:
                 each.waits_at = None
         self._pass_turn()
@@ -227,13 +229,14 @@ def record(
     latency_us: float = 0.0,
     nbytes: int = 0,
     name: str | None = None,
+    on: Core | None = None,
 ) -> int:
     """Add the running instruction to the trace with the dependencies of its operands; its index.
 
     ``reads`` and ``writes`` are tensors. ``cycles`` of the engine's clock, or ``us`` of busy time; ``latency_us`` until its
-    result is there, beyond that. ``after`` names further instructions it must follow.
+    result is there, beyond that. ``after`` names further instructions it must follow, ``on`` another core than the running one.
     """
-    core = current()
+    core = on or current()
     trace = core.machine.trace
     index = len(trace.instructions)
     depends = {other for other in after if other is not None}

@@ -264,8 +264,6 @@ class NkiTensor(NKIObject):
     def reshape(self, shape: Sequence[int]) -> "NkiTensor":
         """Another shape of the same elements without a copy; the partitions stay."""
         sizes = list(shape)
-        if -1 in sizes:
-            sizes[sizes.index(-1)] = self.size // -math.prod(sizes)
         self._need(math.prod(sizes) == self.size, "reshape", f"{shape} has another number of elements")
         self._need(
             not (self.on_chip or self._rows()) or sizes[0] == self.shape[0], "reshape", f"{shape} changes the partitions"

@@ -76,9 +76,13 @@ def core_barrier(data, cores, engine=engines.gpsimd, name=None) -> None:
     core = current()
     if tuple(cores) != (0, 1) or len(core.machine.cores) != 2:
         fail("argument", "cores", f"{cores} on {len(core.machine.cores)} cores, expected (0, 1) on two")
-    core.machine.meet(core, ("core_barrier", id(data.storage)))
-    data.storage.written_by, data.storage.read_by = None, []
-    record(engine.name, us=costs.BARRIER_US, writes=[data])
+
+    def together() -> None:
+        data.storage.written_by, data.storage.read_by = None, []
+        for each in core.machine.cores:
+            record(engine.name, us=costs.BARRIER_US, writes=[data], on=each, name="core_barrier")
+
+    core.machine.meet(core, ("core_barrier", id(data.storage)), together)
 
 
 @instruction

@@ -178,7 +178,8 @@ def tensor_scalar_reduce(
 
 @instruction
 def range_select(
-    dst, on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=reduce_cmds.reset_reduce, reduce_res=None, reduce_op=None,
+    dst, on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=reduce_cmds.reset_reduce, reduce_res=None,
+    reduce_op=OPERATORS["maximum"],
     range_start=0, on_false_value=FP32_MIN, name=None,
 ) -> None:  # fmt: skip
     """dst = on_true_tile where the position satisfies both bounds, else the least fp32; and its maximum."""
@@ -214,7 +215,7 @@ def select_reduce(
     on_false,
     reduce_res=None,
     reduce_cmd=reduce_cmds.idle,
-    reduce_op=None,
+    reduce_op=OPERATORS["maximum"],
     reverse_pred=False,
     name=None,
 ) -> None:
@@ -237,7 +238,7 @@ def select_reduce(
 
 
 def _maximum(values: np.ndarray, reduce_op: Any, command, reduce_res: Any) -> None:
-    if reduce_op is not None and reduce_op.name != "maximum":
+    if not isinstance(reduce_op, Operator) or reduce_op.name != "maximum":
         fail("operator", "reduce_op", f"{reduce_op!r}, expected nl.maximum")
     _vector_reduce(values, OPERATORS["maximum"], command, None, reduce_res)
 
