@@ -103,11 +103,13 @@ def _reachable(functions: dict[str, ast.FunctionDef], kernels: set[str]) -> set[
 
 
 def _inside(function: ast.FunctionDef):
-    """The nodes of a function's body, without annotations, defaults and decorators of the function itself."""
+    """The nodes of a function's body, without annotations, and without what is inside a refused node."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
         yield node
+        if isinstance(node, tuple(REASONS)):
+            continue
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns"):
                 continue
