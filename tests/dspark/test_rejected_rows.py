@@ -25,9 +25,7 @@ from modeling_deepseek_v41.state import State, allocate, make_call
 DRAFTS = (5, 1, 3, 5, 1, 5, 3, 1)
 """Drafts of every step."""
 
-STATES = [
-    "swa.0", "swa.3", "swa.7", "ckv.2", "ckv.4", "ikey.2", "ikey.4", "craw.2", "tok", "mtp.swa.0", "mtp.swa.1", "mtp.swa.2",
-]  # fmt: skip
+STATES = ["swa.0", "swa.7", "ckv.2", "ckv.4", "ikey.2", "ikey.4", "craw.2", "tok", "mtp.swa.0", "mtp.swa.2"]
 _plain: dict[tuple[DeepseekV41Model, int], Tensor] = {}
 
 

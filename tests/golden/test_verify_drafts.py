@@ -116,9 +116,9 @@ def other_id(tensor: Tensor) -> Tensor:
 
 FAULTS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     (mode, key, edit)
-    for mode in ("f32", "f32_noq")
+    for mode, factor in (("f32", 1.1), ("f32_noq", 1.00003))
     for key, edit in (
-        ("draft_ids", other_id), ("draft_logits", scaled((1, 2, 1), 1.00003)), ("draft_confidence", scaled((0, 4), 1.1)),
+        ("draft_ids", other_id), ("draft_logits", scaled((1, 2, 1), factor)), ("draft_confidence", scaled((0, 4), factor)),
         ("draft_confidence", lambda tensor: tensor * torch.nan),
     )
 ] + [("ref", "draft_ids", other_id)]  # fmt: skip
