@@ -85,10 +85,10 @@ def sparse_attention(
     nisa.dma_copy(dst=near_bias_sb, src=near_bias[first : first + count])
     sink_sb = nl.ndarray((heads, 1), nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=sink_sb, src=sink)
+    near_tiles = _near_rows(ring, ring_idxs, kv)
     gathered = []
     for t in range(min(AHEAD, count)):
         gathered.append(_gather(far, chosen, t, dim))
-    near_tiles = _near_rows(ring, ring_idxs, kv)
     near_t_sb = _columns(near_tiles, dim, chunk)
     q_t_sb = _columns(_query_rows(q, first, count), dim, chunk)
 
@@ -182,18 +182,22 @@ def _columns(row_tiles: list, dim: int, chunk: int) -> nl.NkiTensor:
         total += rows_sb.shape[0]
     columns_sb = nl.ndarray((chunk, dim // chunk, total), row_tiles[0].dtype, buffer=nl.sbuf)
     for first, count in tiles(total, BANK):
-        for c in range(dim // chunk):
-            columns_psum = nl.ndarray((chunk, count), columns_sb.dtype, buffer=nl.psum)
-            place = 0
-            for rows_sb in row_tiles:
-                size = rows_sb.shape[0]
-                if first <= place < first + count:
+        columns_psum = []
+        for _ in range(dim // chunk):
+            columns_psum.append(nl.ndarray((chunk, count), columns_sb.dtype, buffer=nl.psum))
+        place = 0
+        for rows_sb in row_tiles:
+            size = rows_sb.shape[0]
+            if first <= place < first + count:
+                for c in range(dim // chunk):
                     nisa.nc_transpose(
-                        dst=columns_psum[:, place - first : place - first + size],
+                        dst=columns_psum[c][:, place - first : place - first + size],
                         data=rows_sb[:, c * chunk : (c + 1) * chunk],
                     )
-                place += size
-            nisa.tensor_copy(dst=columns_sb[:, c, first : first + count], src=columns_psum)
+            place += size
+        for c in range(dim // chunk):
+            engine = nisa.engine.vector if c % 2 == 0 else nisa.engine.scalar
+            nisa.tensor_copy(dst=columns_sb[:, c, first : first + count], src=columns_psum[c], engine=engine)
     return columns_sb
 
 
