@@ -10,7 +10,7 @@ from torch import Tensor
 from modeling_deepseek_v41.attention import softmax_attention
 from modeling_deepseek_v41.kernels.nki import sparse_attention as module
 
-from .comparing import CORES, DTYPES, arithmetic, array, close, normal
+from comparing import CORES, DTYPES, arithmetic, array, close, normal
 
 kernel = module.sparse_attention
 
