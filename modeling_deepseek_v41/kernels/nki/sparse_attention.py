@@ -13,8 +13,10 @@ FLOOR = -1e29
 """No real score is lower: the maximum of a query without keys, so that its probabilities become 0."""
 LARGEST_EXPONENT = 87.0
 """exp of it and its reciprocal are normal fp32 numbers."""
-AHEAD = 3
-"""Rows whose gathers are issued before a row is computed."""
+AHEAD = 4
+"""Queries whose gathers are issued before a query's keys are used."""
+GROUP_BYTES = 64 * 1024
+"""Of a partition, for the selected rows of the queries that share a softmax."""
 
 
 @nki.jit
@@ -72,185 +74,199 @@ def sparse_attention(
     assert near_bias.shape == (rows, near), f"near_bias {near_bias.shape}, expected {(rows, near)}"
     assert sink.shape == (heads, 1), f"sink {sink.shape}, expected {(heads, 1)}"
     assert (far is None) == (topk_idxs is None), "far and topk_idxs come together"
+    selected = 0 if topk_idxs is None else topk_idxs.shape[1]
+    gathers = -(-selected // PARTITIONS)
+    assert selected <= BANK, f"topk_idxs {topk_idxs.shape}: at most 512 selected rows"
+    assert selected == 0 or selected % gathers == 0, f"topk_idxs {topk_idxs.shape}: a multiple of {gathers} selected rows"
     out = nl.ndarray((rows, heads, dim), q.dtype, buffer=nl.shared_hbm)
     first, count = core_share(rows)
-    if count == 0:
-        return out
+    size = 2 if q.dtype == nl.bfloat16 else 4
+    group = max(1, min(PARTITIONS // heads, GROUP_BYTES // max(1, gathers * dim * size)))
 
-    chosen = None
-    if topk_idxs is not None:
-        chosen = _choices(topk_idxs, first, count, q.dtype)
-    pick_sb = _picker(count, heads, q.dtype)
-    near_bias_sb = nl.ndarray((count, near), q.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=near_bias_sb, src=near_bias[first : first + count])
-    sink_sb = nl.ndarray((heads, 1), nl.float32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=sink_sb, src=sink)
-    near_tiles = _near_rows(ring, ring_idxs, kv)
+    near_tiles = []
+    if count > 0:
+        near_tiles = _near_rows(ring, ring_idxs, kv)
+        near_t_sb = _columns(near_tiles, dim, chunk)
     gathered = []
-    for t in range(min(AHEAD, count)):
-        gathered.append(_gather(far, chosen, t, dim))
-    near_t_sb = _columns(near_tiles, dim, chunk)
-    q_t_sb = _columns(_query_rows(q, first, count), dim, chunk)
-
-    for t in range(count):
-        if t + AHEAD < count:
-            gathered.append(_gather(far, chosen, t + AHEAD, dim))
-        q_t = q_t_sb[:, :, t * heads : (t + 1) * heads]
-        groups = [(near_tiles, _scores(q_t, near_t_sb, pick_sb[:, t, :], near_bias_sb))]
-        if chosen is not None:
-            own = gathered[t]
-            groups.append((own, _scores(q_t, _columns(own, dim, chunk), pick_sb[:, t, :], chosen[1])))
-        _attend(out[first + t], groups, sink_sb, dim)
+    for start, members in tiles(count, group):
+        mine = (first + start, members)
+        pick_sb = _picker(members, heads, q.dtype)
+        bias_sb = nl.ndarray((members, near), q.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=bias_sb, src=near_bias[mine[0] : mine[0] + members])
+        q_t_sb = _columns(_query_rows(q, mine), dim, chunk)
+        scores = [_start_scores(pick_sb, bias_sb)]
+        _add_scores(scores[0], q_t_sb, near_t_sb)
+        if selected > 0:
+            index_sb, far_bias_sb = _choices(topk_idxs, mine, gathers, q.dtype)
+            scores.append(_start_scores(pick_sb, far_bias_sb))
+            own_q_sb = _diagonal(q_t_sb, members)
+            own = []
+            for t in range(members + AHEAD):
+                if t < members:
+                    own.append(_gather(far, index_sb[:, t, :]))
+                if t >= AHEAD:
+                    _add_scores(scores[1], own_q_sb[:, :, t - AHEAD, :], _columns(own[t - AHEAD], dim, chunk))
+            gathered = own
+        _attend(out[mine[0] : mine[0] + members], scores, near_tiles, gathered, sink)
     return out
-
-
-def _choices(topk_idxs: nl.NkiTensor, first: int, count: int, dtype: str) -> tuple[nl.NkiTensor, nl.NkiTensor]:
-    """The core's indices [P, count, I] int32, row j = p I + i, and their bias [count, I P] in the order of the columns."""
-    selected = topk_idxs.shape[1]
-    parts = -(-selected // PARTITIONS)
-    assert selected <= BANK and selected % parts == 0, f"topk_idxs {topk_idxs.shape}: up to 512, a multiple of {parts}"
-    per_part = selected // parts
-    mine = topk_idxs[first : first + count]
-    index_sb = nl.ndarray((per_part, count, parts), nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=index_sb, src=mine.reshape_dim(1, (per_part, parts)).permute((1, 0, 2)))
-    row_sb = nl.ndarray((count, selected), nl.int32, buffer=nl.sbuf)
-    nisa.dma_copy(dst=row_sb, src=mine)
-    bias_sb = nl.ndarray((count, selected), dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=bias_sb.reshape_dim(1, (parts, per_part)), data=row_sb.reshape_dim(1, (per_part, parts)).permute((0, 2, 1)),
-        op0=nl.less, operand0=0.0, op1=nl.multiply, operand1=HIDDEN,
-    )  # fmt: skip
-    return index_sb, bias_sb
-
-
-def _picker(count: int, heads: int, dtype: str) -> nl.NkiTensor:
-    """[count, count, H]: [t', t, h] is 1 where t' = t. As a matmul's stationary tile it copies row t to all heads."""
-    identity_sb = nl.shared_identity_matrix(count, dtype)
-    pick_sb = nl.ndarray((count, count, heads), dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=pick_sb, src=identity_sb.expand_dim(2).broadcast(2, heads))
-    return pick_sb
-
-
-def _gather(far: nl.NkiTensor, chosen: tuple, t: int, dim: int) -> list:
-    """The selected rows of query t: one list entry per gather, zeros where the index is -1."""
-    found = []
-    if far is not None:
-        per_part, _, parts = chosen[0].shape
-        rows_sb = nl.ndarray((per_part, parts, dim), far.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=rows_sb, value=0.0)
-        for i in range(parts):
-            nisa.dma_copy(
-                dst=rows_sb[:, i, :], src=far.vector_select(0, chosen[0][:, t, i : i + 1]), oob_mode=nisa.oob_mode.skip
-            )
-            found.append(rows_sb[:, i, :])
-    return found
 
 
 def _near_rows(ring: nl.NkiTensor, ring_idxs: nl.NkiTensor, kv: nl.NkiTensor) -> list:
     """The window's rows in tiles of up to 128: those of the ring by index, then the call's own."""
-    found, dim = [], kv.shape[1]
+    found = []
     for first, count in tiles(ring_idxs.shape[0], PARTITIONS):
         index_sb = nl.ndarray((count, 1), nl.int32, buffer=nl.sbuf)
         nisa.dma_copy(dst=index_sb, src=ring_idxs[first : first + count])
-        rows_sb = nl.ndarray((count, dim), ring.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=rows_sb, value=0.0)
-        nisa.dma_copy(dst=rows_sb, src=ring.vector_select(0, index_sb), oob_mode=nisa.oob_mode.skip)
-        found.append(rows_sb)
+        found += _gather(ring, index_sb)
     for first, count in tiles(kv.shape[0], PARTITIONS):
-        rows_sb = nl.ndarray((count, dim), kv.dtype, buffer=nl.sbuf)
+        rows_sb = nl.ndarray((count, kv.shape[1]), kv.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=rows_sb, src=kv[first : first + count])
         found.append(rows_sb)
     return found
 
 
-def _query_rows(q: nl.NkiTensor, first: int, count: int) -> list:
-    """The core's queries as rows (t, h) in tiles of up to 128."""
-    _, heads, dim = q.shape
-    flat = q.flatten_dims(0, 1)
+def _gather(table: nl.NkiTensor, index_sb: nl.NkiTensor) -> list:
+    """Rows of ``table`` by index_sb [P, I]: I tiles [P, D], zeros where the index is -1."""
+    parts, gathers = index_sb.shape
+    rows_sb = nl.ndarray((parts, gathers, table.shape[1]), table.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=rows_sb, value=0.0)
     found = []
-    for start, size in tiles(count * heads, PARTITIONS):
-        rows_sb = nl.ndarray((size, dim), q.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=rows_sb, src=flat[first * heads + start : first * heads + start + size])
-        found.append(rows_sb)
+    for i in range(gathers):
+        chosen = table.vector_select(0, index_sb[:, i : i + 1])
+        nisa.dma_copy(dst=rows_sb[:, i, :], src=chosen, oob_mode=nisa.oob_mode.skip)
+        found.append(rows_sb[:, i, :])
     return found
 
 
+def _choices(topk_idxs: nl.NkiTensor, mine: tuple, gathers: int, dtype: str) -> tuple[nl.NkiTensor, nl.NkiTensor]:
+    """Indices [P, members, I], selected row p I + i of a query at [p, :, i], and bias [members, I P] in that order."""
+    first, members = mine
+    selected = topk_idxs.shape[1]
+    sizes = (selected // gathers, gathers)
+    chosen = topk_idxs[first : first + members]
+    index_sb = nl.ndarray((sizes[0], members, gathers), nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=index_sb, src=chosen.reshape_dim(1, sizes).permute((1, 0, 2)))
+    row_sb = nl.ndarray((members, selected), nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=row_sb, src=chosen)
+    bias_sb = nl.ndarray((members, gathers, sizes[0]), dtype, buffer=nl.sbuf)
+    in_order = row_sb.reshape_dim(1, sizes).permute((0, 2, 1))
+    nisa.tensor_scalar(dst=bias_sb, data=in_order, op0=nl.less, operand0=0.0, op1=nl.multiply, operand1=HIDDEN)
+    return index_sb, bias_sb.flatten_dims(1, 2)
+
+
+def _picker(members: int, heads: int, dtype: str) -> nl.NkiTensor:
+    """[members, (members, H)]: 1 at [t, (t, h)]. As a matmul's stationary tile it copies row t to the heads of query t."""
+    identity_sb = nl.shared_identity_matrix(members, dtype)
+    pick_sb = nl.ndarray((members, members, heads), dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=pick_sb, src=identity_sb.expand_dim(2).broadcast(2, heads))
+    return pick_sb.flatten_dims(1, 2)
+
+
+def _query_rows(q: nl.NkiTensor, mine: tuple) -> list:
+    """The group's queries as one tile of rows (t, h)."""
+    _, heads, dim = q.shape
+    rows_sb = nl.ndarray((mine[1] * heads, dim), q.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=rows_sb, src=q.flatten_dims(0, 1)[mine[0] * heads : (mine[0] + mine[1]) * heads])
+    return [rows_sb]
+
+
 def _columns(row_tiles: list, dim: int, chunk: int) -> nl.NkiTensor:
-    """Tiles of rows [n, D] as columns [D % chunk, D / chunk, all n], by transposes through PSUM."""
+    """Tiles of rows [n, D] as columns [D % chunk, D / chunk, all n <= 512], by transposes through PSUM."""
     total = 0
     for rows_sb in row_tiles:
         total += rows_sb.shape[0]
     columns_sb = nl.ndarray((chunk, dim // chunk, total), row_tiles[0].dtype, buffer=nl.sbuf)
-    for first, count in tiles(total, BANK):
-        columns_psum = []
-        for _ in range(dim // chunk):
-            columns_psum.append(nl.ndarray((chunk, count), columns_sb.dtype, buffer=nl.psum))
-        place = 0
-        for rows_sb in row_tiles:
-            size = rows_sb.shape[0]
-            if first <= place < first + count:
-                for c in range(dim // chunk):
-                    nisa.nc_transpose(
-                        dst=columns_psum[c][:, place - first : place - first + size],
-                        data=rows_sb[:, c * chunk : (c + 1) * chunk],
-                    )
-            place += size
+    columns_psum = []
+    for _ in range(dim // chunk):
+        columns_psum.append(nl.ndarray((chunk, total), columns_sb.dtype, buffer=nl.psum))
+    place = 0
+    for rows_sb in row_tiles:
+        end = place + rows_sb.shape[0]
         for c in range(dim // chunk):
-            engine = nisa.engine.vector if c % 2 == 0 else nisa.engine.scalar
-            nisa.tensor_copy(dst=columns_sb[:, c, first : first + count], src=columns_psum[c], engine=engine)
+            nisa.nc_transpose(dst=columns_psum[c][:, place:end], data=rows_sb[:, c * chunk : (c + 1) * chunk])
+        place = end
+    for c in range(dim // chunk):
+        engine = nisa.engine.vector if c % 2 == 0 else nisa.engine.scalar
+        nisa.tensor_copy(dst=columns_sb[:, c, :], src=columns_psum[c], engine=engine)
     return columns_sb
 
 
-def _scores(q_t: nl.NkiTensor, keys_t_sb: nl.NkiTensor, pick: nl.NkiTensor, bias_sb: nl.NkiTensor) -> nl.NkiTensor:
-    """q . key + bias, [H, keys] in PSUM."""
-    scores_psum = nl.ndarray((q_t.shape[2], keys_t_sb.shape[2]), nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=scores_psum, stationary=pick, moving=bias_sb, accumulate=False)
-    for c in range(q_t.shape[1]):
-        nisa.nc_matmul(dst=scores_psum, stationary=q_t[:, c, :], moving=keys_t_sb[:, c, :], accumulate=True)
+def _diagonal(packed: nl.NkiTensor, members: int) -> nl.NkiTensor:
+    """[P, X, (members, H)] to [P, X, members, (members, H)], zero where the two queries differ.
+
+    Slice t is a stationary tile that adds to the rows of query t alone, so that all queries share one PSUM tile.
+    """
+    parts, count, columns = packed.shape
+    diagonal_sb = nl.ndarray((parts, count, members, columns), packed.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=diagonal_sb, value=0.0)
+    heads = columns // members
+    blocks = [[count * members * columns, parts], [members * columns, count], [columns + heads, members], [1, heads]]
+    nisa.tensor_copy(dst=diagonal_sb.ap(blocks), src=packed.reshape_dim(2, (members, heads)))
+    return diagonal_sb
+
+
+def _start_scores(pick_sb: nl.NkiTensor, bias_sb: nl.NkiTensor) -> nl.NkiTensor:
+    """The bias of each query at its heads, [(members, H), keys] in PSUM."""
+    scores_psum = nl.ndarray((pick_sb.shape[1], bias_sb.shape[1]), nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=scores_psum, stationary=pick_sb, moving=bias_sb, accumulate=False)
     return scores_psum
 
 
-def _attend(out: nl.NkiTensor, groups: list, sink_sb: nl.NkiTensor, dim: int) -> None:
-    """Softmax of one query's scores over all groups of (row tiles, scores [H, n]) and the sum of values, to out [H, D]."""
-    heads, scale = sink_sb.shape[0], dim**-0.5
-    most_sb = nl.ndarray((heads, len(groups)), nl.float32, buffer=nl.sbuf)
-    for g in range(len(groups)):
-        nisa.tensor_reduce(dst=most_sb[:, g : g + 1], op=nl.maximum, data=groups[g][1], axis=1)
-    shift_sb = nl.ndarray((heads, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=shift_sb, data=most_sb[:, 0:1], op0=nl.maximum, operand0=most_sb[:, len(groups) - 1 : len(groups)],
-        op1=nl.maximum, operand1=FLOOR,
-    )  # fmt: skip
+def _add_scores(scores_psum: nl.NkiTensor, q_t: nl.NkiTensor, keys_t_sb: nl.NkiTensor) -> None:
+    """Adds q . key."""
+    for c in range(keys_t_sb.shape[1]):
+        nisa.nc_matmul(dst=scores_psum, stationary=q_t[:, c, :], moving=keys_t_sb[:, c, :], accumulate=True)
+
+
+def _attend(out: nl.NkiTensor, scores: list, near_tiles: list, gathered: list, sink: nl.NkiTensor) -> None:
+    """Softmax of a group's scores, near and selected ones, and the sum of values: out [members, H, D]."""
+    members, heads, dim = out.shape
+    columns, scale, dtype = members * heads, dim**-0.5, out.dtype
+    shift_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=shift_sb, op=nl.maximum, data=scores[0], axis=1)
+    most_sb = shift_sb
+    if len(scores) > 1:
+        most_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=scores[1], axis=1)
+    nisa.tensor_scalar(dst=shift_sb, data=shift_sb, op0=nl.maximum, operand0=most_sb, op1=nl.maximum, operand1=FLOOR)
     nisa.tensor_scalar(dst=shift_sb, data=shift_sb, op0=nl.multiply, operand0=-scale)
-    rest_sb = nl.ndarray((heads, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=rest_sb, data=sink_sb, op0=nl.add, operand0=shift_sb, op1=nl.minimum, operand1=LARGEST_EXPONENT
-    )
-    nisa.activation(dst=rest_sb, op=nl.exp, data=rest_sb)
-    total_sb = nl.ndarray((heads, len(groups)), nl.float32, buffer=nl.sbuf)
-    out_psum = nl.ndarray((heads, dim), nl.float32, buffer=nl.psum)
-    weights = []
-    for g in range(len(groups)):
-        row_tiles, scores_psum = groups[g]
-        p_sb = nl.ndarray(scores_psum.shape, row_tiles[0].dtype, buffer=nl.sbuf)
+    p_sb, total_sb = [], nl.ndarray((columns, 1 + len(scores)), nl.float32, buffer=nl.sbuf)
+    for g in range(len(scores)):
+        p_sb.append(nl.ndarray(scores[g].shape, dtype, buffer=nl.sbuf))
         nisa.activation(
-            dst=p_sb, op=nl.exp, data=scores_psum, bias=shift_sb, scale=scale, reduce_op=nl.add,
+            dst=p_sb[g], op=nl.exp, data=scores[g], bias=shift_sb, scale=scale, reduce_op=nl.add,
             reduce_res=total_sb[:, g : g + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )  # fmt: skip
-        place = 0
-        for rows_sb in row_tiles:
-            size = rows_sb.shape[0]
-            p_t_psum = nl.ndarray((size, heads), p_sb.dtype, buffer=nl.psum)
-            nisa.nc_transpose(dst=p_t_psum, data=p_sb[:, place : place + size])
-            p_t_sb = nl.ndarray((size, heads), p_sb.dtype, buffer=nl.sbuf)
-            nisa.tensor_copy(dst=p_t_sb, src=p_t_psum)
-            weights.append((p_t_sb, rows_sb))
-            place += size
-    for i in range(len(weights)):
-        nisa.nc_matmul(dst=out_psum, stationary=weights[i][0], moving=weights[i][1], accumulate=i > 0)
-    for g in range(len(groups)):
-        nisa.tensor_tensor(dst=rest_sb, data1=rest_sb, data2=total_sb[:, g : g + 1], op=nl.add)
+    rest_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=rest_sb, src=sink.expand_dim(0).broadcast(0, members))
+    nisa.tensor_scalar(dst=rest_sb, data=rest_sb, op0=nl.add, operand0=shift_sb, op1=nl.minimum, operand1=LARGEST_EXPONENT)
+    nisa.activation(dst=total_sb[:, len(scores) : len(scores) + 1], op=nl.exp, data=rest_sb)
+    nisa.tensor_reduce(dst=rest_sb, op=nl.add, data=total_sb, axis=1)
     nisa.reciprocal(dst=rest_sb, data=rest_sb)
-    out_sb = nl.ndarray((heads, dim), out.dtype, buffer=nl.sbuf)
+
+    out_psum = nl.ndarray((columns, dim), nl.float32, buffer=nl.psum)
+    place = 0
+    for rows_sb in near_tiles:
+        p_t_sb = _transposed(p_sb[0], place, rows_sb.shape[0], 1)
+        nisa.nc_matmul(dst=out_psum, stationary=p_t_sb[:, 0, :], moving=rows_sb, accumulate=place > 0)
+        place += rows_sb.shape[0]
+    if len(scores) > 1:
+        parts, gathers = gathered[0][0].shape[0], len(gathered[0])
+        own_p_sb = _diagonal(_transposed(p_sb[1], 0, parts, gathers), members)
+        for t in range(members):
+            for i in range(gathers):
+                nisa.nc_matmul(dst=out_psum, stationary=own_p_sb[:, i, t, :], moving=gathered[t][i], accumulate=True)
+    out_sb = nl.ndarray((columns, dim), dtype, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=out_sb, data=out_psum, op0=nl.multiply, operand0=rest_sb)
-    nisa.dma_copy(dst=out, src=out_sb)
+    nisa.dma_copy(dst=out.flatten_dims(0, 1), src=out_sb)
+
+
+def _transposed(p_sb: nl.NkiTensor, first: int, parts: int, count: int) -> nl.NkiTensor:
+    """Columns first .. first + count * parts of p_sb [n, keys] as [parts, count, n]."""
+    p_t_psum = nl.ndarray((parts, count, p_sb.shape[0]), p_sb.dtype, buffer=nl.psum)
+    for i in range(count):
+        place = first + i * parts
+        nisa.nc_transpose(dst=p_t_psum[:, i, :], data=p_sb[:, place : place + parts])
+    p_t_sb = nl.ndarray(p_t_psum.shape, p_sb.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=p_t_sb, src=p_t_psum)
+    return p_t_sb
