@@ -5,6 +5,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from .layout import columns, diagonal, gather, transposed
 from .split import BANK, PARTITIONS, core_share, tiles
 
 HIDDEN = -1e30
@@ -47,22 +48,25 @@ def sparse_attention(
         - Reference: attention.softmax_attention. The maximum leaves the sink out, P is rounded before it meets the values,
           the denominator is summed before that rounding.
         - Rows of -1 are not read: their tile was zeroed and the DMA skips them, so unused memory may hold NaN.
-        - Each core has its own queries; gathers run AHEAD queries in front of the arithmetic.
-        - Selected row j = p * (K / P) + i of a query is on partition p of its i-th gather: the order of keys is free, and
-          so each partition reads its indices in one piece.
+        - Each core has its own queries. Groups of up to 128 / H queries share one softmax: a query's keys meet a stationary
+          tile that is zero for the other queries, so that all scores add up in one PSUM tile.
+        - Selected row j = p I + i of a query, I = ceil(K / 128), is on partition p of its i-th gather: the order of keys is
+          free, and so each partition reads its indices in one piece.
 
     Pseudocode:
         near = [ring[ring_idxs], kv];  near_t = transpose(near)
-        for t in queries of this core:
-            own = far[topk_idxs[t]];  own_t = transpose(own)
-            s = [q[t] near_t + near_bias[t], q[t] own_t + own_bias[t]]
-            m = max(max(s), FLOOR);  p = exp(D^-0.5 (s - m));  total = sum(p) + exp(min(sink - D^-0.5 m, 87))
-            o[t] = (round(p) [near, own]) / total
+        for queries t of a group of this core:
+            own[t] = far[topk_idxs[t]], AHEAD queries early;  own_t = transpose(own[t])
+            s[t] = [q[t] near_t + near_bias[t], q[t] own_t + own_bias[t]]
+        m = max(max(s), FLOOR);  p = exp(D^-0.5 (s - m));  total = sum(p) + exp(min(sink - D^-0.5 m, 87))
+        o = (round(p) [near, own]) / total
 
     Cost:
-        Per query with C = D / 128 and I = ceil(K / 128): I gathers of 1 KiB rows (bf16, D = 512), C I + I transposes of K
-        and P, 2 C + I matmuls of up to 512 columns and those of the window. GpSimd writes K descriptors per query, which
-        bounds it: 3.4 us for K = 512 at the assumed 8 cycles per row. 6 queries x 640 rows on two cores: see HARDWARE.md.
+        With C = D / 128 and w window tiles of up to 128 rows, per query: I gathers, C I transposes, C + I matmuls of up to
+        512 columns. Per group: C + w + I transposes and C + w + 2 matmuls; per core C w transposes of the window.
+        Bound: a query's DMA, K rows of D values (1.4 us at 512 x 1 KiB without descriptors), or GpSimd, which writes K
+        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 22.8 us,
+        8.1 us of DMA, 11.1 us of GpSimd, 9.2 us of the tensor engine.
     """
     rows, heads, dim = q.shape
     window, own_rows = ring_idxs.shape[0], kv.shape[0]
@@ -83,31 +87,34 @@ def sparse_attention(
     size = 2 if q.dtype == nl.bfloat16 else 4
     group = max(1, min(PARTITIONS // heads, GROUP_BYTES // max(1, gathers * dim * size)))
 
-    near_tiles = []
+    near_tiles, near_t_sb, gathered = [], None, []
     if count > 0:
         near_tiles = _near_rows(ring, ring_idxs, kv)
-        near_t_sb = _columns(near_tiles, dim, chunk)
-    gathered = []
     for start, members in tiles(count, group):
         mine = (first + start, members)
+        if selected > 0:
+            index_sb, far_bias_sb = _choices(topk_idxs, mine, gathers, q.dtype)
+            gathered = []
+            for t in range(min(AHEAD, members)):
+                gathered.append(gather(far, index_sb[:, t, :]))
+        if near_t_sb is None:
+            near_t_sb = columns(near_tiles, dim, chunk)
         pick_sb = _picker(members, heads, q.dtype)
         bias_sb = nl.ndarray((members, near), q.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=bias_sb, src=near_bias[mine[0] : mine[0] + members])
-        q_t_sb = _columns(_query_rows(q, mine), dim, chunk)
+        q_t_sb = columns(_query_rows(q, mine), dim, chunk)
         scores = [_start_scores(pick_sb, bias_sb)]
         _add_scores(scores[0], q_t_sb, near_t_sb)
+        most_sb = nl.ndarray((members * heads, 1), nl.float32, buffer=nl.sbuf)
+        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=scores[0], axis=1)
         if selected > 0:
-            index_sb, far_bias_sb = _choices(topk_idxs, mine, gathers, q.dtype)
             scores.append(_start_scores(pick_sb, far_bias_sb))
-            own_q_sb = _diagonal(q_t_sb, members)
-            own = []
-            for t in range(members + AHEAD):
-                if t < members:
-                    own.append(_gather(far, index_sb[:, t, :]))
-                if t >= AHEAD:
-                    _add_scores(scores[1], own_q_sb[:, :, t - AHEAD, :], _columns(own[t - AHEAD], dim, chunk))
-            gathered = own
-        _attend(out[mine[0] : mine[0] + members], scores, near_tiles, gathered, sink)
+            own_q_sb = diagonal(q_t_sb, members)
+            for t in range(members):
+                if t + AHEAD < members:
+                    gathered.append(gather(far, index_sb[:, t + AHEAD, :]))
+                _add_scores(scores[1], own_q_sb[:, :, t, :], columns(gathered[t], dim, chunk))
+        _attend(out[mine[0] : mine[0] + members], scores, most_sb, near_tiles, gathered, sink)
     return out
 
 
@@ -117,24 +124,11 @@ def _near_rows(ring: nl.NkiTensor, ring_idxs: nl.NkiTensor, kv: nl.NkiTensor) ->
     for first, count in tiles(ring_idxs.shape[0], PARTITIONS):
         index_sb = nl.ndarray((count, 1), nl.int32, buffer=nl.sbuf)
         nisa.dma_copy(dst=index_sb, src=ring_idxs[first : first + count])
-        found += _gather(ring, index_sb)
+        found += gather(ring, index_sb)
     for first, count in tiles(kv.shape[0], PARTITIONS):
         rows_sb = nl.ndarray((count, kv.shape[1]), kv.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=rows_sb, src=kv[first : first + count])
         found.append(rows_sb)
-    return found
-
-
-def _gather(table: nl.NkiTensor, index_sb: nl.NkiTensor) -> list:
-    """Rows of ``table`` by index_sb [P, I]: I tiles [P, D], zeros where the index is -1."""
-    parts, gathers = index_sb.shape
-    rows_sb = nl.ndarray((parts, gathers, table.shape[1]), table.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=rows_sb, value=0.0)
-    found = []
-    for i in range(gathers):
-        chosen = table.vector_select(0, index_sb[:, i : i + 1])
-        nisa.dma_copy(dst=rows_sb[:, i, :], src=chosen, oob_mode=nisa.oob_mode.skip)
-        found.append(rows_sb[:, i, :])
     return found
 
 
@@ -170,41 +164,6 @@ def _query_rows(q: nl.NkiTensor, mine: tuple) -> list:
     return [rows_sb]
 
 
-def _columns(row_tiles: list, dim: int, chunk: int) -> nl.NkiTensor:
-    """Tiles of rows [n, D] as columns [D % chunk, D / chunk, all n <= 512], by transposes through PSUM."""
-    total = 0
-    for rows_sb in row_tiles:
-        total += rows_sb.shape[0]
-    columns_sb = nl.ndarray((chunk, dim // chunk, total), row_tiles[0].dtype, buffer=nl.sbuf)
-    columns_psum = []
-    for _ in range(dim // chunk):
-        columns_psum.append(nl.ndarray((chunk, total), columns_sb.dtype, buffer=nl.psum))
-    place = 0
-    for rows_sb in row_tiles:
-        end = place + rows_sb.shape[0]
-        for c in range(dim // chunk):
-            nisa.nc_transpose(dst=columns_psum[c][:, place:end], data=rows_sb[:, c * chunk : (c + 1) * chunk])
-        place = end
-    for c in range(dim // chunk):
-        engine = nisa.engine.vector if c % 2 == 0 else nisa.engine.scalar
-        nisa.tensor_copy(dst=columns_sb[:, c, :], src=columns_psum[c], engine=engine)
-    return columns_sb
-
-
-def _diagonal(packed: nl.NkiTensor, members: int) -> nl.NkiTensor:
-    """[P, X, (members, H)] to [P, X, members, (members, H)], zero where the two queries differ.
-
-    Slice t is a stationary tile that adds to the rows of query t alone, so that all queries share one PSUM tile.
-    """
-    parts, count, columns = packed.shape
-    diagonal_sb = nl.ndarray((parts, count, members, columns), packed.dtype, buffer=nl.sbuf)
-    nisa.memset(dst=diagonal_sb, value=0.0)
-    heads = columns // members
-    blocks = [[count * members * columns, parts], [members * columns, count], [columns + heads, members], [1, heads]]
-    nisa.tensor_copy(dst=diagonal_sb.ap(blocks), src=packed.reshape_dim(2, (members, heads)))
-    return diagonal_sb
-
-
 def _start_scores(pick_sb: nl.NkiTensor, bias_sb: nl.NkiTensor) -> nl.NkiTensor:
     """The bias of each query at its heads, [(members, H), keys] in PSUM."""
     scores_psum = nl.ndarray((pick_sb.shape[1], bias_sb.shape[1]), nl.float32, buffer=nl.psum)
@@ -218,55 +177,46 @@ def _add_scores(scores_psum: nl.NkiTensor, q_t: nl.NkiTensor, keys_t_sb: nl.NkiT
         nisa.nc_matmul(dst=scores_psum, stationary=q_t[:, c, :], moving=keys_t_sb[:, c, :], accumulate=True)
 
 
-def _attend(out: nl.NkiTensor, scores: list, near_tiles: list, gathered: list, sink: nl.NkiTensor) -> None:
+def _attend(
+    out: nl.NkiTensor, scores: list, near_most_sb: nl.NkiTensor, near_tiles: list, gathered: list, sink: nl.NkiTensor
+) -> None:
     """Softmax of a group's scores, near and selected ones, and the sum of values: out [members, H, D]."""
     members, heads, dim = out.shape
-    columns, scale, dtype = members * heads, dim**-0.5, out.dtype
-    shift_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=shift_sb, op=nl.maximum, data=scores[0], axis=1)
-    most_sb = shift_sb
+    rows, scale = members * heads, dim**-0.5
+    most_sb = near_most_sb
     if len(scores) > 1:
-        most_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
+        most_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
         nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=scores[1], axis=1)
-    nisa.tensor_scalar(dst=shift_sb, data=shift_sb, op0=nl.maximum, operand0=most_sb, op1=nl.maximum, operand1=FLOOR)
+    shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=shift_sb, data=near_most_sb, op0=nl.maximum, operand0=most_sb, op1=nl.maximum, operand1=FLOOR)
     nisa.tensor_scalar(dst=shift_sb, data=shift_sb, op0=nl.multiply, operand0=-scale)
-    p_sb, total_sb = [], nl.ndarray((columns, 1 + len(scores)), nl.float32, buffer=nl.sbuf)
+    p_sb, total_sb = [], nl.ndarray((rows, 1 + len(scores)), nl.float32, buffer=nl.sbuf)
     for g in range(len(scores)):
-        p_sb.append(nl.ndarray(scores[g].shape, dtype, buffer=nl.sbuf))
+        p_sb.append(nl.ndarray(scores[g].shape, out.dtype, buffer=nl.sbuf))
         nisa.activation(
             dst=p_sb[g], op=nl.exp, data=scores[g], bias=shift_sb, scale=scale, reduce_op=nl.add,
             reduce_res=total_sb[:, g : g + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )  # fmt: skip
-    rest_sb = nl.ndarray((columns, 1), nl.float32, buffer=nl.sbuf)
+
+    out_psum = nl.ndarray((rows, dim), nl.float32, buffer=nl.psum)
+    place = 0
+    for rows_sb in near_tiles:
+        p_t_sb = transposed(p_sb[0], place, rows_sb.shape[0], 1)
+        nisa.nc_matmul(dst=out_psum, stationary=p_t_sb[:, 0, :], moving=rows_sb, accumulate=place > 0)
+        place += rows_sb.shape[0]
+    if len(scores) > 1:
+        parts, gathers = gathered[0][0].shape[0], len(gathered[0])
+        own_p_sb = diagonal(transposed(p_sb[1], 0, parts, gathers), members)
+        for t in range(members):
+            for i in range(gathers):
+                nisa.nc_matmul(dst=out_psum, stationary=own_p_sb[:, i, t, :], moving=gathered[t][i], accumulate=True)
+
+    rest_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=rest_sb, src=sink.expand_dim(0).broadcast(0, members))
     nisa.tensor_scalar(dst=rest_sb, data=rest_sb, op0=nl.add, operand0=shift_sb, op1=nl.minimum, operand1=LARGEST_EXPONENT)
     nisa.activation(dst=total_sb[:, len(scores) : len(scores) + 1], op=nl.exp, data=rest_sb)
     nisa.tensor_reduce(dst=rest_sb, op=nl.add, data=total_sb, axis=1)
     nisa.reciprocal(dst=rest_sb, data=rest_sb)
-
-    out_psum = nl.ndarray((columns, dim), nl.float32, buffer=nl.psum)
-    place = 0
-    for rows_sb in near_tiles:
-        p_t_sb = _transposed(p_sb[0], place, rows_sb.shape[0], 1)
-        nisa.nc_matmul(dst=out_psum, stationary=p_t_sb[:, 0, :], moving=rows_sb, accumulate=place > 0)
-        place += rows_sb.shape[0]
-    if len(scores) > 1:
-        parts, gathers = gathered[0][0].shape[0], len(gathered[0])
-        own_p_sb = _diagonal(_transposed(p_sb[1], 0, parts, gathers), members)
-        for t in range(members):
-            for i in range(gathers):
-                nisa.nc_matmul(dst=out_psum, stationary=own_p_sb[:, i, t, :], moving=gathered[t][i], accumulate=True)
-    out_sb = nl.ndarray((columns, dim), dtype, buffer=nl.sbuf)
+    out_sb = nl.ndarray((rows, dim), out.dtype, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=out_sb, data=out_psum, op0=nl.multiply, operand0=rest_sb)
     nisa.dma_copy(dst=out.flatten_dims(0, 1), src=out_sb)
-
-
-def _transposed(p_sb: nl.NkiTensor, first: int, parts: int, count: int) -> nl.NkiTensor:
-    """Columns first .. first + count * parts of p_sb [n, keys] as [parts, count, n]."""
-    p_t_psum = nl.ndarray((parts, count, p_sb.shape[0]), p_sb.dtype, buffer=nl.psum)
-    for i in range(count):
-        place = first + i * parts
-        nisa.nc_transpose(dst=p_t_psum[:, i, :], data=p_sb[:, place : place + parts])
-    p_t_sb = nl.ndarray(p_t_psum.shape, p_sb.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=p_t_sb, src=p_t_psum)
-    return p_t_sb
