@@ -35,7 +35,7 @@ def some(rows: int, n: int, seed: int = 0) -> Tensor:
 
 @CORES
 @DTYPES
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 128, 1), (6, 256, 30), (7, 1280, 200), (5, 512, 512), (3, 128, 256)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 128, 1), (6, 256, 30), (7, 1280, 200), (5, 512, 512), (3, 128, 256), (3, 256, 131)])
 def test_random_scores(rows, n, k, dtype, cores):
     check(normal(rows, n).to(dtype), some(rows, n), k, cores)
 
@@ -88,9 +88,9 @@ def test_128_rows(dtype, cores):
 
 
 def test_refused_shapes():
-    for n, k, text in ((130, 8, "n 130"), (256, 4096, "k 4096"), (256, 129, "k 129")):
+    for n, k, text in ((130, 8, "n 130"), (256, 4096, "k 4096"), (256, 0, "k 0")):
         with pytest.raises(AssertionError, match=text):
-            check(normal(2, n), torch.ones(2, n, dtype=torch.bool), k, 1)
+            run(kernel, array(normal(2, n)), array(torch.ones(2, n, dtype=torch.uint8)), k=k)
 
 
 @pytest.mark.skipif(real_nki(), reason="real nki gives no trace")

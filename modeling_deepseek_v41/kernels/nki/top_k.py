@@ -17,8 +17,8 @@ def top_k(scores: nl.NkiTensor, visible: nl.NkiTensor, k: int) -> nl.NkiTensor:
     """The positions of the k best visible scores of each row, ascending, then -1 where fewer are visible.
 
     Dimensions:
-        T: rows, from 1. n: scores per row, a multiple of 128 up to 262,144; F = n / 128. k: up to 2048, a multiple of
-        ceil(k / 128).
+        T: rows, from 1. n: scores per row, a multiple of 128 up to 262,144; F = n / 128. k: up to 2048, best a multiple of
+        ceil(k / 128), as 512 is: otherwise the output is written in more and smaller pieces.
 
     Args:
         scores [T, n] float32 or bfloat16 @ HBM; visible ones are finite and above the least finite number.
@@ -49,11 +49,13 @@ def top_k(scores: nl.NkiTensor, visible: nl.NkiTensor, k: int) -> nl.NkiTensor:
         51 us + 3 rows x 48.5 us x n / 131,072 in float32.
     """
     total, n = scores.shape
+    assert 1 <= k <= LARGEST_COUNT, f"k {k}: expected 1 to 2048"
     per_part, slots = n // PARTITIONS, -(-k // PARTITIONS)
+    while k % slots != 0:
+        slots += 1
     assert scores.dtype in BITS, f"scores {scores.dtype}, expected float32 or bfloat16"
     assert visible.shape == scores.shape and visible.dtype == nl.uint8, f"visible {visible.shape} {visible.dtype}"
     assert n % PARTITIONS == 0 and per_part <= LARGEST_COUNT, f"n {n}: expected a multiple of 128 up to 262144"
-    assert 1 <= k <= LARGEST_COUNT and k % slots == 0, f"k {k}: expected up to 2048, a multiple of {slots}"
     out = nl.ndarray((total, k), nl.int32, buffer=nl.shared_hbm)
     first, count = core_share(total)
     if count == 0:
