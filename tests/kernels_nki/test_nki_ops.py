@@ -16,8 +16,10 @@ from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.numerics import Arithmetic
 from modeling_deepseek_v41.state import State, allocate, make_call
+from modeling_deepseek_v41.verify import MODES, GoldenSet
+from modeling_deepseek_v41.verify.check import check_layer_files
 
-TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a" / "ckpt"
+TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 
 
 def pair(dtype: torch.dtype) -> tuple[Arithmetic, Arithmetic]:
@@ -105,24 +107,38 @@ def test_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("numerics", "limit"), [("fp32", 1e-5), ("release", 0.03)])
 @torch.inference_mode()
-def test_tiny_model(numerics, limit):
-    """A prefill and 8 decode steps of the golden checkpoint give the logits of the PyTorch path.
+def test_tiny_model():
+    """A prefill of 142 tokens and 8 decode steps of the golden checkpoint give the logits of the PyTorch path, in fp32.
 
-    fp32 within 1e-5. In release numerics a bf16 rounding that falls the other way in one layer moves the logits of an
-    8-layer random model by up to a few percent of the largest.
+    142 tokens are more than one kernel call, and more groups than a query selects.
     """
-    models = [load_model(TINY, numerics, kernels=name, progress=False) for name in ("torch", emulated.NAME)]
-    ids = torch.randint(models[0].config.vocab_size, (1, 48), generator=torch.Generator().manual_seed(0))
+    models = [load_model(TINY / "ckpt", "fp32", kernels=name, progress=False) for name in ("torch", emulated.NAME)]
+    ids = torch.randint(models[0].config.vocab_size, (1, 150), generator=torch.Generator().manual_seed(0))
     states = [allocate(model.state_spec(1)) for model in models]
     emulated.launched.clear()
-    for first, last in [(0, 40), *((at, at + 1) for at in range(40, 48))]:
+    for first, last in [(0, 142), *((at, at + 1) for at in range(142, 150))]:
         rows = (torch.tensor([first]), torch.tensor([last - first]), torch.tensor([0]), torch.zeros(1, dtype=torch.int64))
         logits = []
         for model, state in zip(models, states, strict=True):
             hidden, *_ = model(ids[:, first:last], *rows, *state, read_len=model.max_seq_len)
             logits.append(model.logits(hidden))
         error = (logits[1] - logits[0]).abs().amax(-1) / logits[0].abs().amax(-1)
-        assert error.max() <= limit, f"positions {first} to {last}: {error.max():.3g}"
+        assert error.max() <= 1e-5, f"positions {first} to {last}: {error.max():.3g}"
     assert set(emulated.launched) == {"sparse_attention", "index_scores", "top_k", "mixes"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["f32", "ref"])
+def test_every_layer_on_golden_inputs(mode):
+    """The release's reference layer by layer from its own inputs, the drafter's stages too: the limits of ``verify``.
+
+    ref: at least 99.9 % of the elements of each kind of tensor are bit-equal, 98 % of the drafter's, whose 15 rows are few:
+    one rounding that falls the other way changes a row. f32: within 1e-5.
+    """
+    model = load_model(TINY / "ckpt", MODES[mode], kernels=emulated.NAME, progress=False, drafter=True)
+    (layers,) = check_layer_files(model, GoldenSet(TINY), mode)
+    assert len(layers.kinds) > 20
+    for kind in layers.kinds:
+        few = mode == "ref" and kind.kind.startswith("drafter")
+        assert kind.ok or (few and kind.equal >= 0.98 * kind.elements), kind
