@@ -67,14 +67,15 @@ def test_refused_shapes():
 @DTYPES
 @pytest.mark.parametrize("n", [1 << 14, 1 << 17])
 def test_cost(n, dtype):
+    """The budget in n: 24.5 us (bf16) or 41.5 us (fp32), and 5 or 9.5 us per row of a core and 131,072 scores."""
     rows, size = 6, 8
     trace = launch(normal(rows, n).to(dtype), torch.full((rows, 1), n), size, 2048, 2).trace
-    bits, fixed = (16, 24.5) if dtype == torch.bfloat16 else (32, 41.5)
+    bits, fixed, each = (16, 24.5, 5) if dtype == torch.bfloat16 else (32, 41.5, 9.5)
     for core in (0, 1):
         assert trace.count("tensor_scalar_reduce", core) == 3 * (bits + 2)
         assert trace.count("select_reduce", core) == trace.count("tensor_reduce", core) == 3
     peak = trace.peak()
-    assert trace.critical_path_us() <= fixed + 5 * 3 * n / (1 << 17)
+    assert trace.critical_path_us() <= fixed + each * 3 * n / (1 << 17)
     assert peak["sbuf"] <= 200 * 1024 and peak["psum"] <= 16 * 1024, peak
 
 

@@ -44,7 +44,9 @@ def table(batch: int, tokens: int, width: int) -> Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize(("tokens", "start", "length"), [(1, [40, 0], [1, 1]), (6, [40, 3], [6, 2]), (200, [10, 0], [200, 150])])
+@pytest.mark.parametrize(
+    ("tokens", "start", "length"), [(1, [40, 0], [1, 1]), (6, [40, 3], [6, 2]), (200, [10, 0], [200, 150])]
+)
 def test_attend(tokens, start, length, dtype):
     """Decode, verification with padding, and a prefill of more than one kernel call, with and without selected rows."""
     plain, kernels = pair(dtype)

@@ -35,7 +35,9 @@ def some(rows: int, n: int, seed: int = 0) -> Tensor:
 
 @CORES
 @DTYPES
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 128, 1), (6, 256, 30), (7, 1280, 200), (5, 512, 512), (3, 128, 256), (3, 256, 131)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 128, 1), (6, 256, 30), (7, 1280, 200), (5, 512, 512), (3, 128, 256), (3, 256, 131)]
+)
 def test_random_scores(rows, n, k, dtype, cores):
     check(normal(rows, n).to(dtype), some(rows, n), k, cores)
 

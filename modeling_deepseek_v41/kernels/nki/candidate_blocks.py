@@ -40,8 +40,8 @@ def candidate_blocks(scores: nl.NkiTensor, visible: nl.NkiTensor, newest: nl.Nki
 
     Cost:
         Per row of a core three passes over n / 128 scores per partition (two to hide, one to reduce); the search, B + 1
-        counts of n / 128 / size, costs its latency, about 0.8 us per bit. Predicted for 6 rows on two cores: up to
-        24.5 us (bfloat16) or 41.5 us (float32) + 3 rows x 5 us x n / 131,072.
+        counts of n / 128 / size, costs its latency, about 1 us per bit. Predicted for 6 rows on two cores: up to
+        24.5 us + 3 rows x 5 us x n / 131,072 in bfloat16, 41.5 us + 3 rows x 9.5 us x n / 131,072 in float32.
     """
     total, n = scores.shape
     per_part = n // PARTITIONS

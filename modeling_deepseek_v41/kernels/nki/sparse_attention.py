@@ -28,7 +28,7 @@ def sparse_attention(
     """o[t, h] = sum of P[t, h, key] kv[key] / (sum of P + exp(sink[h] - m)), P = exp(q[t, h] . kv[key] D^-0.5 - m).
 
     Dimensions:
-        T: queries, 1 to 128. H: heads, 1 to 128. D: head_dim, up to 512; a multiple of 128 where above it.
+        T: queries, 1 to 128. H: heads, 1 to 128. D: head_dim, even, up to 512; a multiple of 128 where above it.
         R: ring rows that the call's queries may see (sliding_window - 1). S: the call's own rows; R + S <= 512.
         N: compressed rows. K: selected rows per query, up to 512; a multiple of ceil(K / 128).
 
@@ -65,7 +65,7 @@ def sparse_attention(
         With C = D / 128 and w window tiles of up to 128 rows, per query: I gathers, C I transposes, C + I matmuls of up to
         512 columns. Per group: C + w + I transposes and C + w + 2 matmuls; per core C w transposes of the window.
         Bound: a query's DMA, K rows of D values (1.4 us at 512 x 1 KiB without descriptors), or GpSimd, which writes K
-        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 22.8 us,
+        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 22.5 us,
         8.1 us of DMA, 11.1 us of GpSimd, 9.2 us of the tensor engine.
     """
     rows, heads, dim = q.shape
@@ -73,7 +73,9 @@ def sparse_attention(
     near = window + own_rows
     chunk = min(dim, PARTITIONS)
     assert 1 <= rows <= PARTITIONS and heads <= PARTITIONS, f"q {q.shape}: at most 128 queries and 128 heads"
-    assert dim <= BANK and dim % chunk == 0, f"q {q.shape}: head_dim up to 512, a multiple of 128 where above it"
+    assert dim <= BANK and dim % chunk == dim % 2 == 0, (
+        f"q {q.shape}: head_dim even, up to 512, a multiple of 128 where above it"
+    )
     assert near <= BANK, f"ring_idxs {ring_idxs.shape}, kv {kv.shape}: at most 512 window rows"
     assert near_bias.shape == (rows, near), f"near_bias {near_bias.shape}, expected {(rows, near)}"
     assert sink.shape == (heads, 1), f"sink {sink.shape}, expected {(heads, 1)}"
@@ -87,34 +89,34 @@ def sparse_attention(
     size = 2 if q.dtype == nl.bfloat16 else 4
     group = max(1, min(PARTITIONS // heads, GROUP_BYTES // max(1, gathers * dim * size)))
 
-    near_tiles, near_t_sb, gathered = [], None, []
-    if count > 0:
-        near_tiles = _near_rows(ring, ring_idxs, kv)
+    near_tiles, gathered = [], []
     for start, members in tiles(count, group):
         mine = (first + start, members)
+        if start == 0:
+            near_tiles = _near_rows(ring, ring_idxs, kv)
         if selected > 0:
             index_sb, far_bias_sb = _choices(topk_idxs, mine, gathers, q.dtype)
             gathered = []
             for t in range(min(AHEAD, members)):
                 gathered.append(gather(far, index_sb[:, t, :]))
-        if near_t_sb is None:
+        if start == 0:
             near_t_sb = columns(near_tiles, dim, chunk)
         pick_sb = _picker(members, heads, q.dtype)
         bias_sb = nl.ndarray((members, near), q.dtype, buffer=nl.sbuf)
         nisa.dma_copy(dst=bias_sb, src=near_bias[mine[0] : mine[0] + members])
         q_t_sb = columns(_query_rows(q, mine), dim, chunk)
-        scores = [_start_scores(pick_sb, bias_sb)]
-        _add_scores(scores[0], q_t_sb, near_t_sb)
+        near_psum, far_psum = _start_scores(pick_sb, bias_sb), None
+        _add_scores(near_psum, q_t_sb, near_t_sb)
         most_sb = nl.ndarray((members * heads, 1), nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=scores[0], axis=1)
+        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=near_psum, axis=1)
         if selected > 0:
-            scores.append(_start_scores(pick_sb, far_bias_sb))
+            far_psum = _start_scores(pick_sb, far_bias_sb)
             own_q_sb = diagonal(q_t_sb, members)
             for t in range(members):
                 if t + AHEAD < members:
                     gathered.append(gather(far, index_sb[:, t + AHEAD, :]))
-                _add_scores(scores[1], own_q_sb[:, :, t, :], columns(gathered[t], dim, chunk))
-        _attend(out[mine[0] : mine[0] + members], scores, most_sb, near_tiles, gathered, sink)
+                _add_scores(far_psum, own_q_sb[:, :, t, :], columns(gathered[t], dim, chunk))
+        _attend(out[mine[0] : mine[0] + members], (near_psum, far_psum, most_sb), near_tiles, gathered, sink)
     return out
 
 
@@ -177,46 +179,62 @@ def _add_scores(scores_psum: nl.NkiTensor, q_t: nl.NkiTensor, keys_t_sb: nl.NkiT
         nisa.nc_matmul(dst=scores_psum, stationary=q_t[:, c, :], moving=keys_t_sb[:, c, :], accumulate=True)
 
 
-def _attend(
-    out: nl.NkiTensor, scores: list, near_most_sb: nl.NkiTensor, near_tiles: list, gathered: list, sink: nl.NkiTensor
-) -> None:
-    """Softmax of a group's scores, near and selected ones, and the sum of values: out [members, H, D]."""
+def _attend(out: nl.NkiTensor, scores: tuple, near_tiles: list, gathered: list, sink: nl.NkiTensor) -> None:
+    """Softmax of a group's scores and the sum of values: out [members, H, D].
+
+    scores: those of the window, of the selected rows or None, and the maximum of the first.
+    """
     members, heads, dim = out.shape
     rows, scale = members * heads, dim**-0.5
-    most_sb = near_most_sb
-    if len(scores) > 1:
+    near_psum, far_psum, near_most_sb = scores
+    most_sb, total_sb = near_most_sb, nl.zeros((rows, 3), nl.float32)
+    if far_psum is not None:
         most_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=scores[1], axis=1)
+        nisa.tensor_reduce(dst=most_sb, op=nl.maximum, data=far_psum, axis=1)
     shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=shift_sb, data=near_most_sb, op0=nl.maximum, operand0=most_sb, op1=nl.maximum, operand1=FLOOR)
     nisa.tensor_scalar(dst=shift_sb, data=shift_sb, op0=nl.multiply, operand0=-scale)
-    p_sb, total_sb = [], nl.ndarray((rows, 1 + len(scores)), nl.float32, buffer=nl.sbuf)
-    for g in range(len(scores)):
-        p_sb.append(nl.ndarray(scores[g].shape, out.dtype, buffer=nl.sbuf))
-        nisa.activation(
-            dst=p_sb[g], op=nl.exp, data=scores[g], bias=shift_sb, scale=scale, reduce_op=nl.add,
-            reduce_res=total_sb[:, g : g + 1], reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
 
-    out_psum = nl.ndarray((rows, dim), nl.float32, buffer=nl.psum)
-    place = 0
-    for rows_sb in near_tiles:
-        p_t_sb = transposed(p_sb[0], place, rows_sb.shape[0], 1)
-        nisa.nc_matmul(dst=out_psum, stationary=p_t_sb[:, 0, :], moving=rows_sb, accumulate=place > 0)
-        place += rows_sb.shape[0]
-    if len(scores) > 1:
+    # the selected rows first: their chain is the longer one
+    weights = []
+    if far_psum is not None:
+        p_sb = _exponentials(far_psum, shift_sb, scale, out.dtype, total_sb[:, 0:1])
         parts, gathers = gathered[0][0].shape[0], len(gathered[0])
-        own_p_sb = diagonal(transposed(p_sb[1], 0, parts, gathers), members)
+        own_p_sb = diagonal(transposed(p_sb, 0, parts, gathers), members)
         for t in range(members):
             for i in range(gathers):
-                nisa.nc_matmul(dst=out_psum, stationary=own_p_sb[:, i, t, :], moving=gathered[t][i], accumulate=True)
+                weights.append((own_p_sb[:, i, t, :], gathered[t][i]))
+    p_sb = _exponentials(near_psum, shift_sb, scale, out.dtype, total_sb[:, 1:2])
+    place = 0
+    for rows_sb in near_tiles:
+        weights.append((transposed(p_sb, place, rows_sb.shape[0], 1)[:, 0, :], rows_sb))
+        place += rows_sb.shape[0]
+    out_psum = nl.ndarray((rows, dim), nl.float32, buffer=nl.psum)
+    for i in range(len(weights)):
+        nisa.nc_matmul(dst=out_psum, stationary=weights[i][0], moving=weights[i][1], accumulate=i > 0)
 
     rest_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=rest_sb, src=sink.expand_dim(0).broadcast(0, members))
     nisa.tensor_scalar(dst=rest_sb, data=rest_sb, op0=nl.add, operand0=shift_sb, op1=nl.minimum, operand1=LARGEST_EXPONENT)
-    nisa.activation(dst=total_sb[:, len(scores) : len(scores) + 1], op=nl.exp, data=rest_sb)
+    nisa.activation(dst=total_sb[:, 2:3], op=nl.exp, data=rest_sb)
     nisa.tensor_reduce(dst=rest_sb, op=nl.add, data=total_sb, axis=1)
     nisa.reciprocal(dst=rest_sb, data=rest_sb)
     out_sb = nl.ndarray((rows, dim), out.dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=out_sb, data=out_psum, op0=nl.multiply, operand0=rest_sb)
+    half = dim // 2
+    for first, last, engine in ((0, half, nisa.engine.vector), (half, dim, nisa.engine.scalar)):
+        nisa.tensor_scalar(
+            dst=out_sb[:, first:last], data=out_psum[:, first:last], op0=nl.multiply, operand0=rest_sb, engine=engine
+        )
     nisa.dma_copy(dst=out.flatten_dims(0, 1), src=out_sb)
+
+
+def _exponentials(
+    scores_psum: nl.NkiTensor, shift_sb: nl.NkiTensor, scale: float, dtype: str, total: nl.NkiTensor
+) -> nl.NkiTensor:
+    """round(exp(scale * score + shift)), and the sum of each row before the rounding in ``total``."""
+    p_sb = nl.ndarray(scores_psum.shape, dtype, buffer=nl.sbuf)
+    nisa.activation(
+        dst=p_sb, op=nl.exp, data=scores_psum, bias=shift_sb, scale=scale, reduce_op=nl.add, reduce_res=total,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+    )  # fmt: skip
+    return p_sb
