@@ -57,7 +57,7 @@ def _known(name: str) -> Operations:
         raise RequestError(f"kernels: expected one of {', '.join((*KERNELS, *_registered))}, found {name!r}")
     if name == "nki":
         if importlib.util.find_spec("nki") is None:
-            raise RequestError("kernels: nki is not installed; it comes with the AWS Neuron SDK, choose torch or numba elsewhere")
+            raise RequestError("kernels: nki is not installed; it is part of the AWS Neuron SDK; choose torch or numba")
         from .nki_ops import on_device
 
         return on_device()

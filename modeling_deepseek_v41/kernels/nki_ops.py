@@ -107,7 +107,7 @@ class _Kernels:
         return rotate(torch.stack(out).float(), table, arithmetic, back=True)
 
     def _ring(self, name: str, state: State, before: int) -> tuple[Tensor, Tensor]:
-        """A ring's rows of all slots, and where in them the ``before`` positions ahead of the call are: [B, before], -1 none."""
+        """A ring's rows of all slots, and where the ``before`` positions ahead of the call are: [B, before], -1 for none."""
         ring = state[name]
         size = ring.shape[1] - 1
         positions = state.call.start[:, None] + torch.arange(-before, 0, device=ring.device)
@@ -125,7 +125,7 @@ class _Kernels:
         self, q: Tensor, near: Tensor, near_idxs: Tensor, kv: Tensor, visible: Tensor, sink: Tensor,
         chosen: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """Queries [n, H, D] over rows of ``near`` by index, the rows kv [m, D] and the chosen ones; visible [n, indices + m]."""
+        """Queries [n, H, D] over rows of ``near`` by index, rows kv [m, D] and chosen ones; visible [n, indices + m]."""
         bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, HIDDEN)
         index = near_idxs.int().unsqueeze(-1)
         return self._launch(self._sparse_attention, q, near, index, kv.to(q.dtype), bias, sink.unsqueeze(-1), *(chosen or ()))

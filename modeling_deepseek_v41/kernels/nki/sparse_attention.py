@@ -73,23 +73,23 @@ def sparse_attention(
     near = window + own_rows
     chunk = min(dim, PARTITIONS)
     assert 1 <= rows <= PARTITIONS and heads <= PARTITIONS, f"q {q.shape}: at most 128 queries and 128 heads"
-    assert dim <= BANK and dim % chunk == dim % 2 == 0, (
-        f"q {q.shape}: head_dim even, up to 512, a multiple of 128 where above it"
-    )
+    assert dim <= BANK and dim % 2 == 0 and dim % chunk == 0, f"q {q.shape}: head_dim even, to 512, 128 or more in 128s"
     assert near <= BANK, f"ring_idxs {ring_idxs.shape}, kv {kv.shape}: at most 512 window rows"
     assert near_bias.shape == (rows, near), f"near_bias {near_bias.shape}, expected {(rows, near)}"
     assert sink.shape == (heads, 1), f"sink {sink.shape}, expected {(heads, 1)}"
     assert (far is None) == (topk_idxs is None), "far and topk_idxs come together"
-    selected = 0 if topk_idxs is None else topk_idxs.shape[1]
-    gathers = -(-selected // PARTITIONS)
-    assert selected <= BANK, f"topk_idxs {topk_idxs.shape}: at most 512 selected rows"
-    assert selected == 0 or selected % gathers == 0, f"topk_idxs {topk_idxs.shape}: a multiple of {gathers} selected rows"
+    selected, gathers = 0, 0
+    if topk_idxs is not None:
+        selected = topk_idxs.shape[1]
+        gathers = -(-selected // PARTITIONS)
+        assert selected <= BANK and selected % gathers == 0, f"topk_idxs {topk_idxs.shape}: to 512, a multiple of {gathers}"
     out = nl.ndarray((rows, heads, dim), q.dtype, buffer=nl.shared_hbm)
     first, count = core_share(rows)
     size = 2 if q.dtype == nl.bfloat16 else 4
     group = max(1, min(PARTITIONS // heads, GROUP_BYTES // max(1, gathers * dim * size)))
 
-    near_tiles, gathered = [], []
+    near_tiles: list = []
+    gathered: list = []
     for start, members in tiles(count, group):
         mine = (first + start, members)
         if start == 0:
