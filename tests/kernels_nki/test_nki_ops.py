@@ -2,17 +2,21 @@
 """The operations that run kernels, in the emulator, against the PyTorch ones; and a model whose kernels run in it."""
 
 import dataclasses
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import emulated
 import pytest
 import torch
 from comparing import DTYPES, arithmetic, normal
+from nki_emulator import real_nki
 from torch import Tensor
 
 from modeling_deepseek_v41.errors import RequestError
+from modeling_deepseek_v41.kernels import nki_ops
 from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
+from modeling_deepseek_v41.kernels.nki import sparse_attention, split
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.numerics import Arithmetic
 from modeling_deepseek_v41.state import State, allocate, make_call
@@ -96,16 +100,27 @@ def test_mixes(dtype):
         close(found, expected, torch.float32)
 
 
+def test_constants():
+    """Those that the operations repeat, for they need no nki."""
+    assert (nki_ops.PARTITIONS, nki_ops.BANK) == (split.PARTITIONS, split.BANK)
+    assert nki_ops.HIDDEN == sparse_attention.HIDDEN
+
+
 def test_names():
-    """A registered implementation is found by name and its name is taken; nki without nki is an error, no fallback."""
+    """A registered implementation is found by name, and its name is taken."""
     assert operations(emulated.NAME) is emulated.operations and emulated.operations.linear is TORCH.linear
     with pytest.raises(RequestError, match="'emulator' is taken"):
         emulated.register(emulated.operations)
-    with pytest.raises(RequestError, match="found 'emulated'"):
+    with pytest.raises(RequestError, match="nki, emulator, found 'emulated'"):
         operations("emulated")
-    if importlib.util.find_spec("nki") is None:
-        with pytest.raises(RequestError, match="nki is not installed"):
-            operations("nki")
+
+
+@pytest.mark.skipif(real_nki(), reason="nki is installed")
+def test_nki_without_nki_is_an_error():
+    """In a process without the emulator: no fallback."""
+    words = "from modeling_deepseek_v41.kernels.dispatch import operations; operations('nki')"
+    result = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1 and "RequestError: kernels: nki is not installed" in result.stderr
 
 
 @pytest.mark.slow

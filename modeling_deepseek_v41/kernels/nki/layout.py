@@ -55,10 +55,10 @@ def diagonal(packed: nl.NkiTensor, members: int) -> nl.NkiTensor:
 
     Slice t is a stationary tile that adds to the rows of query t alone, so that all queries share one PSUM tile.
     """
-    parts, count, columns = packed.shape
-    diagonal_sb = nl.ndarray((parts, count, members, columns), packed.dtype, buffer=nl.sbuf)
+    parts, count, width = packed.shape
+    diagonal_sb = nl.ndarray((parts, count, members, width), packed.dtype, buffer=nl.sbuf)
     nisa.memset(dst=diagonal_sb, value=0.0)
-    heads = columns // members
-    blocks = [[count * members * columns, parts], [members * columns, count], [columns + heads, members], [1, heads]]
+    heads = width // members
+    blocks = [[count * members * width, parts], [members * width, count], [width + heads, members], [1, heads]]
     nisa.tensor_copy(dst=diagonal_sb.ap(blocks), src=packed.reshape_dim(2, (members, heads)))
     return diagonal_sb

@@ -82,7 +82,7 @@ def sparse_attention(
     if topk_idxs is not None:
         selected = topk_idxs.shape[1]
         gathers = -(-selected // PARTITIONS)
-        assert selected <= BANK and selected % gathers == 0, f"topk_idxs {topk_idxs.shape}: to 512, a multiple of {gathers}"
+        assert 1 <= selected <= BANK and selected % gathers == 0, f"topk_idxs {topk_idxs.shape}: to 512, in {gathers}s"
     out = nl.ndarray((rows, heads, dim), q.dtype, buffer=nl.shared_hbm)
     first, count = core_share(rows)
     size = 2 if q.dtype == nl.bfloat16 else 4
