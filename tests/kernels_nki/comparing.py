@@ -42,7 +42,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def close(found: np.ndarray, expected: Tensor, dtype: torch.dtype, inner: float = 1e-5) -> None:
-    """fp32 within 1e-5 of max|expected|; bf16 within one step of the value, and nearly all of them equal.
+    """fp32 within 1e-5 of max|expected|; bf16 within one step (ulp) of the value, and nearly all of them equal.
 
     ``inner``, of max|expected|, is what an inner bf16 rounding that falls the other way may move, for values near zero.
     """
@@ -52,7 +52,7 @@ def close(found: np.ndarray, expected: Tensor, dtype: torch.dtype, inner: float 
     if dtype == torch.float32:
         assert error.max() <= 1e-5 * scale, f"{error.max() / scale:.3g} of the largest magnitude"
         return
-    step = expected.abs() * 2.0**-7 + inner * scale
+    step = torch.ldexp(torch.ones_like(expected), expected.frexp().exponent - 8) + inner * scale
     assert (error <= step).all(), f"{(error / step).max():.3g} steps"
     differ = (error > 1e-6 * scale).float().mean()
     assert differ < 0.02, f"{differ:.3%} differ"

@@ -36,7 +36,9 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Within 1e-5 of the largest magnitude, or a bf16 step."""
     assert found.shape == expected.shape
     scale = expected.abs().max()
-    step = 1e-5 * scale if dtype == torch.float32 else expected.abs() * 2.0**-7 + 2.0**-11 * scale
+    step = 1e-5 * scale
+    if dtype != torch.float32:
+        step = torch.ldexp(torch.ones_like(expected), expected.frexp().exponent - 8) + 2.0**-11 * scale
     assert ((found.float() - expected).abs() <= step).all()
 
 
