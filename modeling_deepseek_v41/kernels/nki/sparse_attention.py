@@ -65,7 +65,7 @@ def sparse_attention(
         With C = D / 128 and w window tiles of up to 128 rows, per query: I gathers, C I transposes, C + I matmuls of up to
         512 columns. Per group: C + w + I transposes and C + w + 2 matmuls; per core C w transposes of the window.
         Bound: a query's DMA, K rows of D values (1.4 us at 512 x 1 KiB without descriptors), or GpSimd, which writes K
-        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 22.5 us,
+        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 24.7 us,
         8.1 us of DMA, 11.1 us of GpSimd, 9.2 us of the tensor engine.
     """
     rows, heads, dim = q.shape

@@ -36,7 +36,7 @@ def dma_copy(
     after = []
     for tensor in (dst, src):
         if tensor.dynamic is not None and tensor.dynamic.rows:
-            after.append(record("gpsimd", costs.SWDGE_CYCLES_PER_ROW * tensor.shape[0], name="dma_descriptors"))
+            after.append(_descriptors(tensor))
     nbytes = max(dst.size * SIZE[dst.dtype], src.size * SIZE[src.dtype])
     run = min(_run_bytes(dst), _run_bytes(src))
     record(
@@ -63,9 +63,15 @@ def dma_transpose(dst, src, axes=None, priority=None, dge_mode=dge_modes.unknown
     write(dst, read(src, "src").transpose(order))
     nbytes = src.size * SIZE[src.dtype]
     share = costs.DMA_TRANSPOSE_SBUF if src.on_chip else costs.DMA_TRANSPOSE_HBM
-    after = [record("gpsimd", costs.SWDGE_CYCLES_PER_ROW * src.shape[0], name="dma_descriptors")] if indirect else []
+    after = [_descriptors(src)] if indirect else []
     us = nbytes / (costs.DMA_BYTES_PER_US * share)
     record("dma", us=us, latency_us=costs.DMA_FIXED_US, nbytes=nbytes, reads=[src], writes=[dst], after=after)
+
+
+def _descriptors(tensor: NkiTensor) -> int:
+    """Records that GpSimd reads the index of ``tensor`` and writes a descriptor per row, before the transfer."""
+    cycles = costs.SWDGE_CYCLES_PER_ROW * tensor.shape[0]
+    return record("gpsimd", cycles, name="dma_descriptors", reads=[tensor.dynamic.index])
 
 
 def _check(dst, src, priority, dge_mode) -> None:
