@@ -10,6 +10,7 @@ from .checkpoint.rank import RankCheckpoint, Source
 from .checkpoint.reader import Checkpoint
 from .config import load_config
 from .dspark.drafter import Drafter
+from .dspark.step import draft_and_verify
 from .engram.token_map import token_map
 from .errors import RequestError
 from .linear import fill
@@ -75,13 +76,19 @@ def load_model(
 
 
 def warm_up(model: DeepseekV41Model) -> None:
-    """Runs one token and a short prompt, so that loops are compiled, or read from their cache, before anything is timed."""
+    """Runs one token, a short prompt and a speculative step where there is a drafter.
+
+    So loops are compiled, or read from their cache, before anything is timed.
+    """
     state = allocate(model.state_spec(1))
-    zero, rank = torch.zeros(1, dtype=torch.int64), model.parallel.rank_tensor()
+    zero, rank, read = torch.zeros(1, dtype=torch.int64), model.parallel.rank_tensor(), model.max_seq_len
     with torch.inference_mode():
         for tokens in (1, model.numerics.exact_tokens + 1):
             ids = zero.expand(1, tokens)
-            model(ids, zero, torch.tensor([tokens]), zero, rank, *state, read_len=model.max_seq_len)
+            model(ids, zero, torch.tensor([tokens]), zero, rank, *state, read_len=read)
+        if model.drafter is not None:
+            one = zero + 1
+            draft_and_verify(model, model.drafter, zero, zero, one, zero, rank, state, num_draft_tokens=1, read_len=read)
 
 
 def load_weights(model: nn.Module, checkpoint: Source, prefix: str = "") -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
+from ..dspark.options import Speculation
 from ..engine import Engine
 from ..errors import RequestError
 from ..request import Completion, Request, TokenLogprobs, check_request
 from ..sampling import SamplingOptions
 from ..text import TextTokenizer
 from .loaded import Loaded, Opened, add_model_arguments, load, open_checkpoint
-from .output import console, number, print_json, printable, quoted, rate, rate_words, texts
+from .output import console, number, print_json, printable, quoted, rate, rate_words, speculation_lines, texts
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -25,6 +26,7 @@ text. Text goes to stdout, as it is made where one prompt runs on a terminal; wh
 examples:
   deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --max-new-tokens 50
   deepseek-v41 generate --model-path CKPT --prompt A --prompt B --temperature 0.8 --top-p 0.95 --seed 1
+  deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --speculate
   deepseek-v41 generate --model-path CKPT --prompt-file story.txt --stop "THE END" --json
   echo -n "Once" | deepseek-v41 generate --model-path CKPT --prompt-file - --logprobs 3
 """
@@ -63,6 +65,19 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="of every prompt's own random numbers (default: a new one)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     group.add_argument("--max-batch", type=int, default=4, metavar="N", help="prompts that run at a time (default: 4)")
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--speculate",
+        type=int,
+        nargs="?",
+        const=True,
+        metavar="K",
+        help="let the checkpoint's drafter propose K tokens per step, 1 to dspark_block_size (without K: all of it); greedy"
+        " text stays the same, sampled text keeps its distribution",
+    )
+    group.add_argument(
+        "--sample-drafts", action="store_true", help="draw drafts at the prompt's temperature instead of taking the best"
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--logprobs",
@@ -70,7 +85,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="also the log-probability of every new token and of the N most probable ones, before temperature, top-k and top-p",
     )
-    group.add_argument("--json", action="store_true", help="a list of objects: prompt, token_ids, text, finish_reason, timings")
+    group.add_argument(
+        "--json", action="store_true", help="a list of objects: prompt, token_ids, text, finish_reason, timings, …"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +98,14 @@ def run(args: argparse.Namespace) -> int:
         print("warning: --top-k, --top-p and --seed have no effect at --temperature 0 (greedy)", file=sys.stderr)
     if args.max_batch < 1:
         raise RequestError(f"max_batch: expected an integer of 1 or more, found {args.max_batch}")
-    opened = open_checkpoint(args)
+    if args.sample_drafts and (args.speculate is None or options.is_greedy):
+        needed = "--speculate" if args.speculate is None else "a --temperature above 0"
+        print(f"warning: --sample-drafts has no effect without {needed}", file=sys.stderr)
+    opened = open_checkpoint(args, drafter=args.speculate is not None)
+    speculation = None
+    if args.speculate is not None:
+        speculation = Speculation(None if args.speculate is True else args.speculate, args.sample_drafts)
+        speculation.block(opened.config)
     requests = []
     for place, prompt in enumerate(prompts, 1):
         try:
@@ -90,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"prompt {place} of {len(prompts)}: {error}") from None
     loaded = load(args, opened)
     tokenizer = opened.tokenizer
-    engine = Engine(loaded.model, tokenizer, max_batch=min(args.max_batch, len(prompts)), progress=True)
+    slots = min(args.max_batch, len(prompts))
+    engine = Engine(loaded.model, tokenizer, max_batch=slots, progress=True, speculation=speculation)
     streams = len(requests) == 1 and not args.json and sys.stdout.isatty()
     completions = []
     for completion in _completions(engine, requests, streams):
@@ -154,6 +179,8 @@ def _as_json(prompt: str, completion: Completion, tokenizer: TextTokenizer) -> d
             "decode_tokens_per_second": rate(new - 1, timings.decode),
         },
     }
+    if completion.speculation is not None:
+        result["speculation"] = completion.speculation.as_dict()
     if completion.logprobs is not None:
         result["logprobs"] = [
             _token(entry.token_id, entry.logprob, tokenizer)
@@ -183,6 +210,7 @@ def _summarise(engine: Engine, loaded: Loaded, completions: Sequence[Completion]
         ("weights", loaded.weights_line),
         ("prefill", rate_words(stats.prefill_tokens, stats.prefill_seconds)),
         ("decode", f"{rate_words(stats.decode_tokens, stats.decode_seconds)} ({stats.decode_steps} steps)"),
+        *(speculation_lines(stats.speculation) if stats.speculation is not None else ()),
         ("ended by", endings),
     ):
-        print(f"{name:9}{words}", file=sys.stderr)
+        print(f"{name:11}{words}", file=sys.stderr)

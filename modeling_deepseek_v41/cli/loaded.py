@@ -27,6 +27,7 @@ class Opened:
     max_seq_len: int
     weights: str
     not_used: str
+    drafter: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_checkpoint(args: argparse.Namespace) -> Opened:
-    """Opens the checkpoint that ``args`` name, in little time whatever its size; raises the package's errors."""
+def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
+    """Opens the checkpoint that ``args`` name, in little time whatever its size; raises the package's errors.
+
+    ``drafter``: whether its DSpark drafter is wanted too.
+    """
     config = load_config(args.model_path)
     warning = unknown_keys_warning(config)
     if warning:
@@ -80,16 +84,17 @@ def open_checkpoint(args: argparse.Namespace) -> Opened:
     with Checkpoint(args.model_path, config) as checkpoint:
         groups = summarize(checkpoint)
         weights = f"{args.model_path}: {len(checkpoint.files)} files, {format_bytes(checkpoint.total_bytes)}"
-    unread = [row for row in groups if row.group in ("drafter", "vision")]
+    unread = [row for row in groups if row.group == "vision" or (row.group == "drafter" and not drafter)]
     not_used = ", ".join(f"{row.group} ({row.tensors} tensors, {format_bytes(row.nbytes)})" for row in unread)
     allowed = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
-    return Opened(config, tokenizer, allowed if args.max_seq_len is None else args.max_seq_len, weights, not_used)
+    length = allowed if args.max_seq_len is None else args.max_seq_len
+    return Opened(config, tokenizer, length, weights, not_used, drafter)
 
 
 def load(args: argparse.Namespace, opened: Opened) -> Loaded:
     """Reads the weights, with a progress bar on stderr; raises the package's errors."""
     began = time.perf_counter()
-    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts, args.kernels)
+    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts, args.kernels, drafter=opened.drafter)
     weights = f"{opened.weights}, loaded in {time.perf_counter() - began:.1f} s"
     if opened.not_used:
         weights += f"; not used: {opened.not_used}"

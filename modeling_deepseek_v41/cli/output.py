@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..dspark.statistics import SpeculationStats
 from ..errors import RequestError
 
 PIPE_WIDTH = 120
@@ -82,3 +83,19 @@ def rate_words(tokens: int, seconds: float) -> str:
     """``tokens`` and their rate for a summary line."""
     speed = rate(tokens, seconds)
     return f"{tokens} tokens" + (f" in {seconds:.2f} s, {speed:.1f} tokens/s" if speed is not None else "")
+
+
+def speculation_lines(stats: SpeculationStats) -> list[tuple[str, str]]:
+    """(name, words) of the summary's lines on what speculation did."""
+    if not stats.steps:
+        return [("speculated", f"{stats.num_draft_tokens} drafts per step; no step was needed")]
+    shares = ", ".join(f"{kept / stats.steps:.0%}" for kept in stats.accepted)
+    bands = ", ".join(f"{low:.1f}-{high:.1f} {share:.0%} of {judged}" for low, high, judged, share in stats.calibration())
+    return [
+        (
+            "speculated",
+            f"{stats.num_draft_tokens} drafts per step, {stats.tokens_per_step:.2f} tokens per step of a prompt"
+            f" ({stats.tokens} in {stats.steps}); drafts 1 to {stats.num_draft_tokens} kept in {shares} of the steps",
+        ),
+        ("confidence", f"drafts kept, by sigmoid(confidence): {bands}" if bands else "no draft was judged"),
+    ]

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..buckets import next_chunk, prefill_buckets, read_length
+from ..dspark.step import read_prompt
 from ..model import DeepseekV41Model
 from ..runner import check_finite
 from .cache import DeepseekV41Cache
@@ -53,18 +54,25 @@ def _prompt(backbone: DeepseekV41Model, cache: DeepseekV41Cache, row: int, ids: 
 
 
 def _call(backbone: DeepseekV41Model, cache: DeepseekV41Cache, ids: Tensor, rows: list[int], count: int) -> Tensor:
-    """One forward of ids [m, T], ``count`` of them real, for the sequences ``rows``: hidden [m, T, d]."""
+    """One forward of ids [m, T], ``count`` of them real, for the sequences ``rows``: hidden [m, T, d].
+
+    The model's drafter, where it has one, sees the tokens too, so that speculation can begin behind any of them.
+    """
     starts = [cache.lengths[row] for row in rows]
     device = ids.device
-    hidden, *_ = backbone(
+    arguments = (
         ids,
         torch.tensor(starts, device=device),
         torch.tensor([count] * len(rows), device=device),
         torch.tensor(rows, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
         *cache.state,
-        read_len=read_length(max(starts) + count, cache.max_seq_len),
     )
+    read = read_length(max(starts) + count, cache.max_seq_len)
+    if backbone.drafter is None:
+        hidden = backbone(*arguments, read_len=read)[0]
+    else:
+        hidden = read_prompt(backbone, backbone.drafter, *arguments, read_len=read)[0]
     for row in rows:
         cache.lengths[row] += count
     return hidden

@@ -5,6 +5,7 @@ The loop keeps rows apart. A row's real tokens are what the model sees, wherever
 ended costs nothing more. It uses only what transformers hands to any decoding loop, so its versions do not matter.
 """
 
+import dataclasses
 from typing import Any, NoReturn
 
 import torch
@@ -16,14 +17,18 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..dspark.options import Speculation
+from ..dspark.statistics import SpeculationStats
 from ..errors import RequestError
 from ..model import DeepseekV41Model
 from .advance import advance
 from .batch import check_ids, check_images, check_mask, spans
 from .cache import CACHE_FIELD, DeepseekV41Cache
 from .options import check_inputs, refused_input
+from .speculation import Lookahead
 
 _LOOP_INPUTS = {"attention_mask", "cache", "input_ids", "logits_to_keep", "past_key_values", "use_cache"}
+_DRAFT_TOKENS = "num_draft_tokens"
 
 
 _OTHER_MODES = (
@@ -32,19 +37,48 @@ _OTHER_MODES = (
 )  # fmt: skip
 
 
+@dataclasses.dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with what speculation did."""
+
+    speculation: SpeculationStats | None = None
+
+
 class RowGenerationMixin(GenerationMixin):
     """Greedy and sampled decoding for a model whose backbone is ``self.model``."""
 
     model: DeepseekV41Model
 
-    def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        speculative: bool = False,
+        num_draft_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """As GenerationMixin.generate, for greedy decoding and sampling.
 
         Prompts may be padded left or right; the prompt's columns come back as they were given and new tokens stand behind
         them. (transformers warns of right padding; here it is served: every row gives what it gives alone.) Refused by
         name with RequestError: beam search, assisted and contrastive decoding, other caches, inputs other than token ids,
         requests that need more than max_seq_len positions.
+
+        ``speculative``: the model's DSpark drafter (``from_pretrained(..., drafter=True)``) proposes ``num_draft_tokens``
+        at a time, 1 to dspark_block_size and by default all of it. The tokens, sampled ones too, are those that the same
+        call gives without; with ``return_dict_in_generate`` the output has ``speculation``, a SpeculationStats.
         """
+        if not isinstance(speculative, bool):
+            raise RequestError(f"speculative: expected True or False, found {speculative!r}")
+        if num_draft_tokens is not None and not speculative:
+            raise RequestError(f"num_draft_tokens: found {num_draft_tokens!r} without speculative=True; give both or none")
+        if speculative:
+            kwargs[_DRAFT_TOKENS] = Speculation(num_draft_tokens).block(self.model.config)
+            if self.model.drafter is None:
+                raise RequestError("speculative: the model has no drafter; load it with from_pretrained(folder, drafter=True)")
+            if kwargs.get("use_cache") is False:
+                raise RequestError("use_cache: found False, but speculation lives on the cache; leave it out")
         check_inputs({name: value for name, value in kwargs.items() if refused_input(name)}, "generate")
         _check_cache_implementation(kwargs.get("cache_implementation"))
         return super().generate(inputs, generation_config, **kwargs)
@@ -60,6 +94,7 @@ class RowGenerationMixin(GenerationMixin):
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[GenerationConfig, dict[str, Any]]:
         """transformers' merged options and the remaining inputs, all of which are checked here, before any work."""
         generation_config, inputs = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        setattr(generation_config, _DRAFT_TOKENS, inputs.pop(_DRAFT_TOKENS, 0))
         check_inputs({name: value for name, value in inputs.items() if name not in _LOOP_INPUTS}, "generate")
         _check_cache_implementation(generation_config.cache_implementation)
         beams = generation_config.num_beams or 1
@@ -106,12 +141,18 @@ class RowGenerationMixin(GenerationMixin):
         scores: tuple[Tensor, ...] | None = () if with_scores else None
         raw_logits: tuple[Tensor, ...] | None = () if with_logits else None
         unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=device)
+        drafted = getattr(generation_config, _DRAFT_TOKENS)
+        if drafted and cache is None:
+            cache = DeepseekV41Cache(self.model, len(rows))
+        ahead = Lookahead(self.model, cache, drafted) if drafted and cache is not None else None
         while bool(unfinished.any()):
             if cache is None or not use_cache:
                 cache = DeepseekV41Cache(self.model, len(rows))
             running = unfinished.tolist() if pads_ended_rows else [True] * len(rows)
-            pending = [ids[done:] if runs else ids[:0] for ids, done, runs in zip(rows, cache.lengths, running, strict=True)]
-            logits = self._next_logits(cache, pending).to(device)
+            if ahead is not None:
+                logits = ahead.next_logits(rows, running, generation_config.max_length - input_ids.shape[1]).to(device)
+            else:
+                logits = self._next_logits(cache, rows, running).to(device)
             chances: Tensor = logits_processor(input_ids, logits.clone())
             if scores is not None:
                 scores += (chances,)
@@ -132,13 +173,15 @@ class RowGenerationMixin(GenerationMixin):
             unfinished = unfinished & ~stopping_criteria(input_ids, scores)
         if streamer is not None:
             streamer.end()
+        if ahead is not None:
+            ahead.close(rows)
         if not generation_config.return_dict_in_generate:
             return input_ids
         fields: dict[str, Any] = {"sequences": input_ids, "scores": scores, "logits": raw_logits}
         if use_cache and cache is not None:
             cache.columns = input_ids.shape[1] - 1
             fields[CACHE_FIELD] = cache
-        return GenerateDecoderOnlyOutput(**fields)
+        return GenerateDecoderOnlyOutput(**fields) if ahead is None else SpeculativeOutput(**fields, speculation=ahead.stats)
 
     def _prompt_rows(self, input_ids: Tensor, attention_mask: Tensor | None, cache: DeepseekV41Cache | None) -> list[Tensor]:
         """Every row's real tokens [n]; a cache must hold fewer of them than there are."""
@@ -167,8 +210,12 @@ class RowGenerationMixin(GenerationMixin):
                 f" max_seq_len is {limit}; ask for fewer or load the model with a larger max_seq_len"
             )
 
-    def _next_logits(self, cache: DeepseekV41Cache, pending: list[Tensor]) -> Tensor:
-        """Takes in the pending tokens [n_b]; logits [B, vocab] behind each row's last one, zeros where there is none."""
+    def _next_logits(self, cache: DeepseekV41Cache, rows: list[Tensor], running: list[bool]) -> Tensor:
+        """Takes in what the cache lacks of the rows' tokens [n_b]; logits [B, vocab] behind each row's last one.
+
+        Zeros where a row is not ``running``.
+        """
+        pending = [ids[done:] if runs else ids[:0] for ids, done, runs in zip(rows, cache.lengths, running, strict=True)]
         wanted = [torch.arange(len(ids), device=ids.device) == len(ids) - 1 for ids in pending]
         found = advance(self.model, cache, pending, wanted)
         logits = torch.zeros(len(pending), self.model.config.vocab_size, device=pending[0].device)

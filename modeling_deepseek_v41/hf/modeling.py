@@ -56,6 +56,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         max_seq_len: int | None = None,
         expert_storage: str = "decoded",
         kernels: str = "auto",
+        drafter: bool = False,
         config: DeepseekV41Config | None = None,
         generation_config: GenerationConfig | None = None,
         **options: Any,
@@ -64,9 +65,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
 
         ``numerics``: release (bf16, fp8 and fp4 rounding as shipped), fp32 or fp32_no_qdq. ``max_seq_len``: positions per
         sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_storage``: decoded, or bytes for a
-        quarter of the experts' memory at less speed. ``kernels``: auto, torch or numba (kernels/dispatch.py). ``config`` may
-        change token ids, nothing else. Generation defaults come from ``generation_config``, else the folder's
-        generation_config.json, else the configuration's token ids.
+        quarter of the experts' memory at less speed. ``kernels``: auto, torch or numba (kernels/dispatch.py). ``drafter``: also
+        the DSpark drafter, for ``generate(..., speculative=True)``. ``config`` may change token ids, nothing else.
+        Generation defaults come from ``generation_config``, else the folder's generation_config.json, else the
+        configuration's token ids.
 
         Raises ConfigError, CheckpointError or RequestError naming the file, key, tensor or option.
         """
@@ -82,7 +84,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         config = stored if config is None else config
         _check_config(config, stored, folder)
         shown = logging.is_progress_bar_enabled()
-        backbone = load_model(folder, numerics, max_seq_len, expert_storage, kernels, progress=shown)
+        backbone = load_model(folder, numerics, max_seq_len, expert_storage, kernels, progress=shown, drafter=drafter)
         model = cls(config, backbone)
         if generation_config is not None:
             model.generation_config = generation_config

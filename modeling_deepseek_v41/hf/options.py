@@ -74,7 +74,7 @@ def check_loading(options: Mapping[str, Any], numerics: str, dtype: torch.dtype)
         else:
             raise RequestError(
                 f"{name}: found {value!r}, but this model's from_pretrained has no such option; it takes numerics, max_seq_len,"
-                " expert_storage, kernels, config and generation_config"
+                " expert_storage, kernels, drafter, config and generation_config"
             )
 
 

@@ -35,7 +35,7 @@ def test_generate_prints_text_and_a_summary(capsys) -> None:
     for part in ("8 layers of width 128", "fp32 numerics", "max_seq_len 256", f"{CKPT}: 4 files, 6.2 MiB, loaded in"):
         assert part in err
     assert "not used: drafter (238 tensors, 1.2 MiB), vision (37 tensors" in err
-    assert "ended by length" in err
+    assert "ended by   length" in err
     assert err.count("tokens/s") == 2
     shown = generated(capsys, "--prompt", "Every morning", "--max-new-tokens", "6")[0]["text"]
     assert out == shown + "\n"
@@ -243,3 +243,53 @@ def test_a_closed_pipe_is_no_error(options: list[str]) -> None:
 def test_text_that_could_steer_a_terminal_is_escaped() -> None:
     assert printable("a\x1b[2Jb\tc\n\x7f\x9bé") == "a\\x1b[2Jb\tc\n\\x7f\\x9bé"
     assert quoted("a\x1b\n" + "b" * 5, 4) == '"a\\x1b\\nb…"'
+
+
+@pytest.mark.parametrize("k", [[], ["1"], ["3"]])
+def test_generate_speculates(capsys, k: list[str]) -> None:
+    options = ["--prompt", "Every morning", "--prompt", "x", "--max-new-tokens", "20"]
+    plain = generated(capsys, *options)
+    found = generated(capsys, *options, "--speculate", *k)
+    for one, other in zip(plain, found, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert "speculation" not in one
+        stats = other["speculation"]
+        assert stats["num_draft_tokens"] == int((k or ["5"])[0])
+        assert stats["tokens"] == 19 == stats["steps"] + sum(stats["accepted"])
+        assert sum(band["judged"] for band in stats["confidence_bands"]) == sum(stats["judged"])
+
+
+def test_generate_tells_what_speculation_did(capsys) -> None:
+    assert main([*GENERATE, "--prompt", "Every morning", "--max-new-tokens", "20", "--speculate"]) == 0
+    err = capsys.readouterr().err
+    assert "not used: vision (37 tensors" in err
+    assert "speculated 5 drafts per step, 1." in err and "(19 in " in err
+    assert "confidence drafts kept, by sigmoid(confidence): 0." in err
+    assert main([*GENERATE, "--prompt", "x", "--max-new-tokens", "1", "--speculate"]) == 0
+    assert "no step was needed" in capsys.readouterr().err
+
+
+def test_generate_samples_drafts(capsys) -> None:
+    options = [
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "1.2",
+        "--seed",
+        "4",
+        "--speculate",
+        "--sample-drafts",
+    ]
+    assert generated(capsys, *options)[0]["token_ids"] == generated(capsys, *options)[0]["token_ids"]
+    assert main([*GENERATE, "--prompt", "a", "--max-new-tokens", "2", "--sample-drafts"]) == 0
+    assert "--sample-drafts has no effect without --speculate" in capsys.readouterr().err
+    assert main([*GENERATE, "--prompt", "a", "--max-new-tokens", "2", "--sample-drafts", "--speculate"]) == 0
+    assert "--sample-drafts has no effect without a --temperature above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k", ["0", "6", "-1"])
+def test_generate_refuses_blocks_that_the_drafter_does_not_have(capsys, k: str) -> None:
+    assert main([*GENERATE, "--prompt", "a", "--speculate", k]) == 2
+    assert f"num_draft_tokens: expected 1 to 5, found {k}; the drafter was trained on blocks" in capsys.readouterr().err

@@ -5,11 +5,8 @@ Release numerics round to bf16 and fp8, so a bit of difference between one row a
 a call of at most block + 1 tokens are computed one by one, and ``test_verified_rows_have_the_bits_of_decode`` shows it.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
-from long_context import long_model
 from speculating import Session, plain, scripts, speculative
 from torch import Tensor
 
@@ -143,36 +140,3 @@ def test_up_to_the_last_position(model: DeepseekV41Model, prompts: list[Tensor])
         assert_same(speculative(model, [prompt], room + 1, k)[0], [expected])
     right = scripts(model, [prompt], [expected], "right")
     assert_same(speculative(model, [prompt], room + 1, 5, right)[0], [expected])
-
-
-@pytest.mark.slow
-@ALL
-def test_the_whole_matrix(model: DeepseekV41Model, kernels: str) -> None:
-    """20 prompts of 1 token to 4 windows, alone and in batches of 4, all k; compiled, until the context is full."""
-    generator = torch.Generator().manual_seed(1)
-    vocab, window = model.config.vocab_size, model.config.sliding_window
-    lengths = [1, 2, 3, *torch.linspace(4, 4 * window, 17).int().tolist()]
-    prompts = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    tokens = model.max_seq_len - 4 * window if kernels == "auto" else 24
-    answers = [plain(model, prompt, tokens) for prompt in prompts]
-    for k in (1, 2, 3, 4, 5):
-        for first in range(0, 20, 4):
-            some = slice(first, first + 4)
-            assert_same(speculative(model, prompts[some], tokens, k)[0], answers[some])
-        for row in range(k - 1, 20, 7):
-            assert_same(speculative(model, [prompts[row]], tokens, k)[0], [answers[row]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("numerics", "kernels"), [("fp32", "auto"), ("release", "auto")])
-def test_long_texts(numerics: str, kernels: str, tmp_path: Path) -> None:
-    """512 tokens in a context of 4,096, behind prompts of up to 4 windows, batch 1 and 4."""
-    model = long_model(numerics, kernels, tmp_path)
-    generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(model.config.vocab_size, (length,), generator=generator) for length in (1, 7, 33, 64)]
-    answers = [plain(model, prompt, 512) for prompt in prompts]
-    for k in (1, 3, 5):
-        assert_same(speculative(model, prompts, 512, k)[0], answers)
-    for kind in ("right", "random", "every third"):
-        assert_same(speculative(model, prompts, 512, 5, scripts(model, prompts, answers, kind))[0], answers)
-    assert_same(speculative(model, prompts[2:3], 512, 5)[0], answers[2:3])
