@@ -174,8 +174,9 @@ def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: floa
     w13, s13, w2, s2, _, share = bank
     token = x.to(w13.dtype if s13 is None else torch.float32)
     gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in ids])
-    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
-    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(ids)])
+    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic)
+    h = h.to(token.dtype) if bank.whole else h  # a matrix product in bf16 would round what is only a part of a sum
+    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert).to(h.dtype)) for i, expert in enumerate(ids)])
     return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 
