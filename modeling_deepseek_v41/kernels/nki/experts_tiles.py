@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On the device: what the experts kernel checks, allocates and loads before the first expert."""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .experts_hidden import Scratch, scratch
+from .experts_plan import DOWN_BYTES, PARTITIONS, UP_BYTES, Plan, plan, slots
+
+BANK = 2048
+"""Bytes of a PSUM bank, per partition."""
+
+
+class Experts(nl.NKIObject):
+    """The operands, the options, and the tiles that the kernel works in. T: tiles of columns, KT: hidden tiles."""
+
+    w13: nl.NkiTensor
+    w2: nl.NkiTensor
+    scale: nl.NkiTensor
+    out: nl.NkiTensor
+    shape: Plan
+    limit: float
+    quantize: bool
+    x_t: nl.NkiTensor
+    """[KW, KT, M] bf16"""
+    routing: nl.NkiTensor
+    """[128, E, M] fp32, the same on every partition"""
+    weight: nl.NkiTensor
+    """[W, M] fp32: the routing weights of the expert at hand"""
+    up_slots: list
+    down_slots: list
+    """[KW, bytes], [W, bytes] fp8: pieces of weights go through them in turn"""
+    products: list
+    """[W, 2, tiles, M] fp32 @ PSUM"""
+    sums: list
+    """[KW, tiles, M] fp32 @ PSUM"""
+    hidden: list
+    """[W, T, M] bf16, of two experts"""
+    scales: list
+    """[max(KW, W), 2 T + KT] fp32, of two experts"""
+    y: nl.NkiTensor
+    """[KW, tiles, M]: bf16 where each expert's result is rounded, else fp32"""
+    received: nl.NkiTensor | None
+    """[KW, KT / 2, M] fp32: on two cores, the other one's sum for this one's half"""
+    total: nl.NkiTensor
+    """[KW, KT, M] fp32: the sum over the experts"""
+    work: Scratch
+    rows: int
+
+
+def start(
+    x: nl.NkiTensor, routing: nl.NkiTensor, w13: nl.NkiTensor, w2: nl.NkiTensor, scale: nl.NkiTensor, limit: float,
+    quantize: bool, round_experts: bool,
+) -> Experts:  # fmt: skip
+    """Check the operands, allocate every tile, load x and the routing weights, clear the sum."""
+    rows, hidden = x.shape
+    experts, cores, hidden_width, up_bytes = w13.shape
+    assert 1 <= rows <= PARTITIONS, f"x {x.shape}: expected 1 to {PARTITIONS} rows"
+    assert x.dtype == nl.bfloat16, f"x: expected bfloat16, found {x.dtype}"
+    assert cores == nl.num_programs(), f"w13 {w13.shape}: laid out for {cores} cores, launched on {nl.num_programs()}"
+    assert up_bytes % (2 * hidden // hidden_width) == 0, f"w13 {w13.shape}: no whole columns of {hidden} values"
+    shape = plan(hidden, up_bytes // (2 * hidden // hidden_width), cores)
+    width, tiles, hidden_tiles = shape.width, shape.tiles, shape.hidden_tiles
+    for name, tensor, expected in (
+        ("routing", routing, (experts, rows)),
+        ("w13", w13, (experts, cores, shape.hidden_width, 2 * hidden_tiles * shape.columns)),
+        ("w2", w2, (experts, cores, width, tiles * hidden)),
+        ("scale", scale, (experts, cores, max(width, shape.hidden_width), 2 * tiles + hidden_tiles)),
+    ):
+        assert tensor.shape == expected, f"{name}: expected {expected}, found {tensor.shape}"
+    assert not (round_experts and cores > 1), f"round_experts on {cores} cores: each has a part of an expert's sum only"
+
+    stride = 1
+    while stride < rows:
+        stride *= 2
+    buffers = 2 if stride <= 32 else 1
+    most_up, most_down = max(shape.up_pieces), max(shape.down_pieces)
+    products, sums, pair, scales = [], [], [], []
+    for _ in range(buffers):
+        products.append(nl.ndarray((width, 2, most_up, stride), nl.float32, buffer=nl.psum))
+        sums.append(nl.ndarray((shape.hidden_width, most_down, stride), nl.float32, buffer=nl.psum))
+    for _ in range(2):
+        pair.append(nl.ndarray((width, tiles, rows), nl.bfloat16, buffer=nl.sbuf))
+        scales.append(nl.ndarray(scale.shape[2:], nl.float32, buffer=nl.sbuf))
+    total = nl.ndarray((shape.hidden_width, hidden_tiles, rows), nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+    received = None
+    if cores > 1:
+        received = nl.ndarray((shape.hidden_width, hidden_tiles // 2, rows), nl.float32, buffer=nl.sbuf)
+    routing_sb = nl.ndarray((PARTITIONS, experts, rows), nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=routing_sb, src=routing.ap([[0, PARTITIONS], [rows, experts], [1, rows]]))
+    return Experts(
+        w13=w13, w2=w2, scale=scale, out=nl.ndarray((rows, hidden), nl.float32, buffer=nl.shared_hbm),
+        shape=shape, limit=limit, quantize=quantize, rows=rows,
+        x_t=columns_of(x, shape, stride), routing=routing_sb,
+        weight=nl.ndarray((width, rows), nl.float32, buffer=nl.sbuf),
+        up_slots=weight_slots(shape.hidden_width, shape.up_sizes, UP_BYTES, w13.dtype),
+        down_slots=weight_slots(width, shape.down_sizes, DOWN_BYTES, w2.dtype),
+        products=products, sums=sums, hidden=pair, scales=scales,
+        y=nl.ndarray((shape.hidden_width, most_down, rows), nl.bfloat16 if round_experts else nl.float32, buffer=nl.sbuf),
+        total=total, received=received, work=scratch(shape, rows, stride),
+    )  # fmt: skip
+
+
+def weight_slots(partitions: int, sizes: list, budget: int, dtype: str) -> list:
+    """Buffers for weight pieces of ``sizes`` bytes per partition, used in turn."""
+    found = []
+    for size in slots(sizes, budget):
+        found.append(nl.ndarray((partitions, size), dtype, buffer=nl.sbuf))
+    return found
+
+
+def columns_of(x: nl.NkiTensor, shape: Plan, stride: int) -> nl.NkiTensor:
+    """x [M, hidden] @ HBM as [KW, KT, M] @ SBUF by transposes: hidden column k * KW + p is on partition p."""
+    rows, hidden = x.shape
+    width, count = shape.hidden_width, shape.hidden_tiles
+    x_sb = nl.ndarray((rows, hidden), x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x_sb, src=x)
+    x_t_sb = nl.ndarray((width, count, rows), x.dtype, buffer=nl.sbuf)
+    x_t_psum = nl.ndarray((width, min(count, BANK // 2 // stride), stride), x.dtype, buffer=nl.psum)
+    for first in range(0, count, x_t_psum.shape[1]):
+        n = min(x_t_psum.shape[1], count - first)
+        for k in range(n):
+            at = (first + k) * width
+            nisa.nc_transpose(dst=x_t_psum[:, k, 0:rows], data=x_sb[:, at : at + width])
+        nisa.tensor_copy(dst=x_t_sb[:, first : first + n], src=x_t_psum[:, 0:n, 0:rows])
+    return x_t_sb
