@@ -13,18 +13,19 @@ from .tensor import NkiTensor
 def read(tensor: NkiTensor, operand: str) -> np.ndarray:
     """A copy of the elements, in the shape of the view. Fails where one was never written or lies outside."""
     _check_scope(tensor, operand)
-    storage = tensor.storage
-    if tensor.dynamic is None:
-        if storage.written is not None and not _bytes(storage.written, tensor).all():
-            missing = np.count_nonzero(~_bytes(storage.written, tensor).all(-1))
-            hint = ", or not yet: is a barrier missing?" if _shared(tensor) else ""
-            fail("uninitialised", operand, f"{tensor!r}: {missing} elements never written{hint}")
-        _mark(tensor, operand, None, writes=False)
-        return _elements(tensor).copy()
-    where, valid = addresses(tensor)
-    if not valid.all():
-        fail("indirect-bounds", operand, f"{tensor!r}: indices {tensor.dynamic.values()[:8]}.. of {tensor.dynamic.limit}")
-    return _gather(tensor, operand, where)
+    view = resolve(tensor, operand)
+    if view.dynamic is not None:
+        where, valid = addresses(view)
+        if not valid.all():
+            fail("indirect-bounds", operand, _outside(tensor))
+        return _gather(view, operand, where)
+    storage = view.storage
+    if storage.written is not None and not _bytes(storage.written, view).all():
+        missing = np.count_nonzero(~_bytes(storage.written, view).all(-1))
+        hint = ", or not yet: is a barrier missing?" if _shared(view) else ""
+        fail("uninitialised", operand, f"{view!r}: {missing} elements never written{hint}")
+    _mark(view, operand, None, writes=False)
+    return _elements(view).copy()
 
 
 def read_float32(tensor: NkiTensor, operand: str) -> np.ndarray:
@@ -42,12 +43,12 @@ def write(
 ) -> None:
     """Store ``values``, already in the tensor's dtype; where ``mask`` is given only its true elements."""
     _check_scope(tensor, operand)
-    storage = tensor.storage
-    values = values.reshape(tensor.shape)
+    tensor = resolve(tensor, operand)
+    storage, values = tensor.storage, values.reshape(tensor.shape)
     if tensor.dynamic is not None:
         where, valid = addresses(tensor)
         if not valid.all():
-            fail("indirect-bounds", operand, f"{tensor!r}: indices {tensor.dynamic.values()[:8]}.. of {tensor.dynamic.limit}")
+            fail("indirect-bounds", operand, _outside(tensor))
         scatter(tensor, operand, where, values)
         return
     _mark(tensor, operand, None, writes=True)
@@ -83,23 +84,40 @@ def matmul_state(tensor: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
     return written, _bytes(storage.matmul, tensor).all(-1)
 
 
-def addresses(tensor: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
-    """Of a dynamic view: element positions in the storage, and which of them have an index inside its dimension."""
+def resolve(tensor: NkiTensor, operand: str) -> NkiTensor:
+    """The static view that one dynamic index selects. A view with an index per row, or with none, stays as it is."""
     dynamic = tensor.dynamic
-    index = dynamic.values()
-    rest = list(zip(tensor.shape, tensor.strides, strict=True))
-    if dynamic.rows:
-        if index.size < tensor.shape[0]:
-            fail("indirect", "vector_offset", f"{index.size} indices for {tensor.shape[0]} rows")
-        index = index[: tensor.shape[0]].reshape(-1, *[1] * (tensor.ndim - 1))
-        rest[0] = (tensor.shape[0], 0)
-    where = tensor.offset + index.reshape(index.shape if dynamic.rows else (1,) * tensor.ndim) * dynamic.stride
-    for dim, (size, stride) in enumerate(rest):
-        where = where + (np.arange(size) * stride).reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
-    inside = (index >= 0) & (index < dynamic.limit)
-    valid = np.broadcast_to(inside.reshape(index.shape if dynamic.rows else (1,) * tensor.ndim), tensor.shape)
-    last = tensor.storage.raw.size // SIZE[tensor.dtype]
-    return np.broadcast_to(where, tensor.shape), valid & (where >= 0) & (where < last)
+    if dynamic is None or dynamic.rows:
+        return tensor
+    index = int(dynamic.values()[0])
+    offset = tensor.offset + index * dynamic.stride
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if not 0 <= index < dynamic.limit or (offset + span) * SIZE[tensor.dtype] >= tensor.storage.raw.size:
+        fail("indirect-bounds", operand, _outside(tensor))
+    return NkiTensor(tensor.shape, tensor.dtype, tensor.storage, tensor.buffer, tensor.name, tensor.strides, offset)
+
+
+def is_inside(tensor: NkiTensor) -> bool:
+    """Whether the one dynamic index of a view, if it has one, is inside its dimension."""
+    return tensor.dynamic is None or tensor.dynamic.rows or 0 <= tensor.dynamic.values()[0] < tensor.dynamic.limit
+
+
+def addresses(tensor: NkiTensor) -> tuple[np.ndarray, np.ndarray]:
+    """Of a view with an index per row: element positions in the storage, and which of them have an index inside dimension 0."""
+    index = tensor.dynamic.values()
+    if index.size < tensor.shape[0]:
+        fail("indirect", "vector_offset", f"{index.size} indices for {tensor.shape[0]} rows")
+    index = index[: tensor.shape[0]].reshape(-1, *[1] * (tensor.ndim - 1))
+    where = tensor.offset + index * tensor.dynamic.stride
+    for dim in range(1, tensor.ndim):
+        steps = np.arange(tensor.shape[dim]) * tensor.strides[dim]
+        where = where + steps.reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    valid = np.broadcast_to((index >= 0) & (index < tensor.dynamic.limit), tensor.shape)
+    return where, valid & (where >= 0) & (where < tensor.storage.raw.size // SIZE[tensor.dtype])
+
+
+def _outside(tensor: NkiTensor) -> str:
+    return f"{tensor!r}: indices {tensor.dynamic.values()[:8]}.. of {tensor.dynamic.limit}"
 
 
 def _gather(tensor: NkiTensor, operand: str, where: np.ndarray) -> np.ndarray:
@@ -111,7 +129,7 @@ def _gather(tensor: NkiTensor, operand: str, where: np.ndarray) -> np.ndarray:
 
 
 def gather_valid(tensor: NkiTensor, operand: str) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of a dynamic view where its index is valid (0 elsewhere), and where that is."""
+    """The elements of a view with an index per row where that is valid (0 elsewhere), and where it is."""
     where, valid = addresses(tensor)
     values = np.zeros(tensor.shape, NUMPY[tensor.dtype])
     values[valid] = _gather(tensor, operand, where[valid])

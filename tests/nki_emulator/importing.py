@@ -44,9 +44,14 @@ class EmulatorFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def provide_nki() -> bool:
-    """Make ``import nki`` work: True where the emulator provides it, False where the real package is installed."""
+    """Make ``import nki`` work: True where the emulator provides it, False where the real package is installed.
+
+    Raises ImportError where another package called nki is installed, one without nki.isa.
+    """
     if real_nki():
         return False
+    if (found := importlib.machinery.PathFinder.find_spec("nki")) is not None:
+        raise ImportError(f"nki at {found.origin or found.submodule_search_locations} has no nki.isa: pip uninstall nki")
     if not any(isinstance(finder, EmulatorFinder) for finder in sys.meta_path):
         sys.meta_path.append(EmulatorFinder())
     return True

@@ -4,6 +4,8 @@
 import dataclasses
 import functools
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,12 +68,14 @@ def simulate(kernel: Any) -> Callable:
 def run(kernel: Callable, *arrays: Any, cores: int = 1, **keywords: Any) -> Result:
     """Run a kernel on NumPy arrays on one core or on both.
 
-    ``kernel`` is a function or what nki.jit made of it. With a kernel of the real nki package this calls ``nki.simulate``
-    (set NEURON_PLATFORM_TARGET_OVERRIDE=trn2 for it) and there is no trace. Raises RuleError for a broken rule.
+    ``kernel`` is a function or what nki.jit made of it. Where the real nki package is installed this calls ``nki.simulate`` for
+    trn2, and there is no trace. Raises RuleError for a broken rule.
     """
     if not isinstance(kernel, Kernel) and real_nki():
         import nki
 
+        os.environ.setdefault("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+        kernel = kernel if hasattr(kernel, "__getitem__") else nki.jit(kernel)
         return Result(nki.simulate(kernel[cores])(*arrays, **keywords), None)
     function = kernel.func if isinstance(kernel, Kernel) else kernel
     return Kernel(function, cores, grid=cores > 1).launch(arrays, keywords)
@@ -79,8 +83,6 @@ def run(kernel: Callable, *arrays: Any, cores: int = 1, **keywords: Any) -> Resu
 
 def real_nki() -> bool:
     """Whether the real package is installed: nki with nki.isa, and not the emulator under its name."""
-    import sys
-
     if "nki" in sys.modules and getattr(sys.modules["nki"], "__emulated__", False):
         return False
     try:

@@ -22,8 +22,8 @@ class MemoryRegion(enum.Enum):
 SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
 ON_CHIP = (SBUF, PSUM)
 
-Box = tuple[int, int, int, int]
-"""First and last+1 partition, first and last+1 byte in a partition; HBM is one partition."""
+Box = tuple[int, int, int, int, int]
+"""First and last+1 row, first and last+1 byte of a row, bytes per row. On chip a row is a partition."""
 
 
 class History:
@@ -48,11 +48,21 @@ class History:
 
 
 def _overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
+    if a[4] == b[4]:
+        return a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3]
+    (low_a, high_a), (low_b, high_b) = _extent(a), _extent(b)
+    return low_a < high_b and low_b < high_a
 
 
 def _covers(a: Box, b: Box) -> bool:
-    return a[0] <= b[0] and b[1] <= a[1] and a[2] <= b[2] and b[3] <= a[3]
+    if a[4] == b[4]:
+        return a[0] <= b[0] and b[1] <= a[1] and a[2] <= b[2] and b[3] <= a[3]
+    (low_a, high_a), (low_b, high_b) = _extent(a), _extent(b)
+    return low_a <= low_b and high_b <= high_a
+
+
+def _extent(box: Box) -> tuple[int, int]:
+    return box[0] * box[4] + box[2], (box[1] - 1) * box[4] + box[3]
 
 
 @dataclasses.dataclass(slots=True)

@@ -34,11 +34,15 @@ def tile(operand: str, tensor: Any, regions: Sequence[MemoryRegion] = ON_CHIP, f
         fail("start-partition", operand, f"{tensor!r}: {count} partitions from {start}")
     if count > 1 and tensor.strides[0] != tensor.partition_stride:
         fail("partition-step", operand, f"{tensor!r}: stride {tensor.strides[0]}, expected {tensor.partition_stride}")
-    if (dimensions := _free_dimensions(tensor)) > free_dimensions:
-        fail("free-dimensions", operand, f"{tensor!r}: {dimensions} free dimensions in {tensor.get_pattern()}")
+    pattern = _free_pattern(tensor)
+    if len(pattern) > free_dimensions:
+        fail("free-dimensions", operand, f"{tensor!r}: {len(pattern)} free dimensions in {tensor.get_pattern()}")
+    if any(stride >= 1 << 15 for _, stride in pattern):
+        fail("stride", operand, f"{tensor!r}: {tensor.get_pattern()}")
 
 
-def _free_dimensions(tensor: NkiTensor) -> int:
+def _free_pattern(tensor: NkiTensor) -> list[tuple[int, int]]:
+    """(size, stride) of the free dimensions, contiguous ones merged."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape[1:], tensor.strides[1:], strict=True):
         if size == 1:
@@ -47,7 +51,7 @@ def _free_dimensions(tensor: NkiTensor) -> int:
             merged[-1] = (merged[-1][0] * size, stride)
         else:
             merged.append((size, stride))
-    return len(merged)
+    return merged
 
 
 def same_shape(dst: NkiTensor, **tensors: NkiTensor) -> None:

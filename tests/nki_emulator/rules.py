@@ -42,6 +42,9 @@ RULES = {
         "an engine's pattern has at most 3 free dimensions (4 where the instruction says so), contiguous ones merged",
         f"{PATTERNS}, Hardware Capability",
     ),
+    "stride": Rule(
+        "an engine's stride in a free dimension is a 16-bit signed number of elements", f"{ARCH}, Accessing SBUF/PSUM tensors"
+    ),
     "bounds": Rule("an access stays inside its tensor; on chip, inside its partition", f"{PATTERNS}, Semantics"),
     "ap-offset": Rule(
         ".ap with an explicit offset is for a tensor that starts at 0: the documents disagree whether a view's offset is added",

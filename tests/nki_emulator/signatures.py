@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters that NKI 0.6's stubs (nki/api/nki/{isa,language}/__init__.py) give what the emulator has, as data."""
+"""The parameters that NKI 0.6's stubs (nki/api/nki/{isa,language}/__init__.py) give what the emulator has, as data.
+
+Read from github.com/aws-neuron/aws-neuron-sdk at commit 81ce03a.
+"""
 
 ISA = {
     "activation": "dst, op, data, bias=None, scale=1.0, reduce_op=None, reduce_res=None, reduce_cmd=reduce_cmd.idle, name=None",

@@ -123,18 +123,18 @@ class NkiTensor(NKIObject):
 
     def box(self) -> Box:
         """The bounding box of the bytes it touches, for dependencies; a dynamic view counts as all it may touch."""
-        size = SIZE[self.dtype]
-        if not self.on_chip:
-            if self.dynamic is not None:
-                return (0, 1, 0, self.storage.raw.size)
-            span = sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True))
-            return (0, 1, self.offset * size, (self.offset + span + 1) * size)
-        partition = self.start_partition
+        size, whole = SIZE[self.dtype], self.storage.use.partition_bytes
         if self.dynamic is not None:
-            return (partition, partition + self.shape[0], 0, self.storage.use.partition_bytes)
-        low = self.offset - partition * self.partition_stride
-        span = sum((count - 1) * stride for count, stride in zip(self.shape[1:], self.strides[1:], strict=True))
-        return (partition, partition + self.shape[0], low * size, (low + span + 1) * size)
+            first = self.start_partition if self.on_chip else 0
+            return (first, first + (self.shape[0] if self.on_chip else 1), 0, whole, whole)
+        steps = sorted(((stride * size, count) for stride, count in zip(self.strides, self.shape, strict=True) if count > 1))
+        pitch, rows = (whole, self.shape[0]) if self.on_chip else steps[-1] if steps else (whole, 1)
+        row, low = divmod(self.offset * size, pitch) if pitch else (0, self.offset * size)
+        inner = zip(self.strides[1:], self.shape[1:], strict=True) if self.on_chip else [(s // size, c) for s, c in steps[:-1]]
+        high = low + sum(stride * size * (count - 1) for stride, count in inner) + size
+        if high <= pitch:
+            return (row, row + rows, low, high, pitch)
+        return (0, 1, self.offset * size, self.offset * size + high - low + pitch * (rows - 1), whole)
 
     def _derive(self, shape, strides, offset=None, dtype=None, dynamic=None) -> "NkiTensor":
         return NkiTensor(

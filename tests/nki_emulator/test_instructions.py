@@ -375,3 +375,93 @@ def test_dynamic_select():
 
     x = normal(4, 16, 8)
     np.testing.assert_array_equal(run(kernel, x).outputs, x[3])
+
+
+def test_scalar_offsets_skip_or_fail():
+    """An index outside leaves dst untouched with oob_mode.skip."""
+
+    @nki.jit
+    def kernel(data, index):
+        at = nisa.register_alloc()
+        nisa.register_load(at, index)
+        tile = nl.full((1, 8), 7.0, nl.float32)
+        nisa.dma_copy(dst=tile, src=data.ap([[8, 1], [1, 8]], scalar_offset=at), oob_mode=nisa.oob_mode.skip)
+        out = nl.ndarray((1, 8), nl.float32, buffer=nl.shared_hbm)
+        nisa.dma_copy(dst=out, src=tile)
+        return out
+
+    x = normal(5, 8)
+    np.testing.assert_array_equal(run(kernel, x, np.int32([[4]])).outputs, x[4:5])
+    assert (run(kernel, x, np.int32([[5]])).outputs == 7).all()
+    assert (run(kernel, x, np.int32([[-1]])).outputs == 7).all()
+
+
+def test_dynamic_columns_in_sbuf():
+    """A register as offset on a free dimension, for reading and for writing."""
+
+    def body(dst, x):
+        nisa.memset(dst, 0.0)
+
+        def move(i):
+            nisa.tensor_copy(dst=dst.ap([[6, 4], [1, 1]], scalar_offset=i, indirect_dim=1), src=x.select(1, i))
+
+        nl.fori_loop(1, 5, move, step=2)
+
+    x = normal(4, 6)
+    expected = np.zeros((4, 6), np.float32)
+    expected[:, [1, 3]] = x[:, [1, 3]]
+    np.testing.assert_array_equal(on_device(body, x, shape=(4, 6)), expected)
+
+
+def test_registers_store():
+    def body(dst):
+        register = nisa.register_alloc(41)
+        other = nisa.register_alloc()
+        nisa.register_move(other, register)
+        nisa.register_store(dst, other)
+        nisa.tensor_scalar(dst, dst, nl.add, 1.0)
+
+    assert on_device(body, shape=(1, 1), dtype="int32").tolist() == [[42]]
+
+
+def test_partition_reduce():
+    x = normal(128, 16)
+    total = on_device(lambda dst, a: nisa.tensor_partition_reduce(dst, nl.add, a), x, shape=(1, 16))
+    np.testing.assert_allclose(total, x.sum(0, keepdims=True), rtol=1e-4, atol=1e-5)
+    most = on_device(lambda dst, a: nisa.tensor_partition_reduce(dst, nl.maximum, a), x, shape=(1, 16))
+    np.testing.assert_array_equal(most, x.max(0, keepdims=True))
+
+
+def test_gathered_transpose():
+    """The example of dma_transpose's docstring."""
+
+    @nki.jit
+    def kernel(source, indices):
+        index = nl.load(indices)
+        tile = nl.ndarray((64, 32), source.dtype)
+        nisa.dma_transpose(dst=tile, src=source.ap([[64, 32], [1, 64]], vector_offset=index), axes=(1, 0))
+        out = nl.ndarray((64, 32), source.dtype, buffer=nl.shared_hbm)
+        nisa.dma_copy(dst=out, src=tile)
+        return out
+
+    x, index = normal(100, 64).astype(np.float16), rng.permutation(100)[:32, None].astype(np.uint32)
+    np.testing.assert_array_equal(run(kernel, x, index).outputs, x[index[:, 0]].T)
+
+
+def test_rounding_to_e4m3fn_by_fp32_operations():
+    """docs/kernels.md, section 1: 4 significant bits by t = x (2^20 + 1), q = t - (t - x); subnormals by a magic sum."""
+    x = np.concatenate([rng.uniform(-448, 448, 4096), rng.uniform(-0.05, 0.05, 4096)]).astype(np.float32).reshape(64, 128)
+
+    def body(dst, tile):
+        big, small, use = (nl.ndarray((64, 128), nl.float32) for _ in range(3))
+        pick = nl.ndarray((64, 128), nl.uint8)
+        nisa.tensor_scalar(big, tile, nl.multiply, float(2**20 + 1))
+        nisa.tensor_tensor(use, big, tile, nl.subtract)
+        nisa.tensor_tensor(dst, big, use, nl.subtract)
+        nisa.tensor_scalar(small, tile, nl.add, 1.5 * 2**14, op1=nl.subtract, operand1=1.5 * 2**14)
+        nisa.tensor_scalar(pick, tile, nl.abs, None, op1=nl.less, operand1=2.0**-6)
+        nisa.tensor_copy_predicated(dst, small, pick)
+        nisa.tensor_scalar(dst, dst, nl.minimum, 448.0, op1=nl.maximum, operand1=-448.0)
+
+    out = on_device(body, x, shape=(64, 128))
+    np.testing.assert_array_equal(out, x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))

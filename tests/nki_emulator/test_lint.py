@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lint reports Python that NKI's compiler is not known to accept."""
 
+from pathlib import Path
+
 import pytest
 
 from . import lint
@@ -78,3 +80,7 @@ def test_finding(tmp_path, line, text):
 
 def test_a_file_of_helpers_is_checked_whole(tmp_path):
     assert "lambda" in findings(tmp_path, "def helper(x):\n    return lambda: x\n")[0]
+
+
+def test_the_kernels_of_these_tests_are_clean():
+    assert lint(Path(__file__).with_name("test_kernels.py")) == []

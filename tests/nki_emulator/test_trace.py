@@ -107,6 +107,45 @@ def test_a_loop_reuses_its_tiles():
     assert trace.peak()["sbuf"] == 2048
 
 
+def test_accumulating_matmuls_stream():
+    def kernel():
+        sums = nl.ndarray((128, 8), nl.float32, buffer=nl.psum)
+        a, b = nl.zeros((128, 128), nl.bfloat16), nl.zeros((128, 8), nl.bfloat16)
+        for k in range(10):
+            nisa.nc_matmul(sums, a, b, accumulate=k > 0)
+
+    trace = run(kernel).trace
+    plan = trace.schedule()
+    matmuls = [one.index for one in trace.instructions if one.name == "nc_matmul"]
+    assert plan.start[matmuls[-1]] - plan.start[matmuls[0]] == pytest.approx(9 * costs.ISSUE_CYCLES / 2400)
+
+
+def test_a_store_that_waits_does_not_hold_up_loads():
+    def kernel(x):
+        out = nl.ndarray(x.shape, nl.float32, buffer=nl.shared_hbm)
+        a = nl.load(x)
+        for _ in range(20):
+            nisa.tensor_scalar(a, a, nl.multiply, 2.0)
+        nisa.dma_copy(out, a)
+        nl.load(x)
+
+    trace = run(kernel, np.zeros((128, 512), np.float32)).trace
+    plan = trace.schedule()
+    _, store, load = (one.index for one in trace.instructions if one.name == "dma_copy")
+    assert plan.end[load] < plan.start[store]
+
+
+def test_columns_of_a_tensor_in_hbm_are_apart():
+    def kernel():
+        out = nl.ndarray((8, 64), nl.float32, buffer=nl.private_hbm)
+        for column in range(4):
+            nisa.dma_copy(out[:, 16 * column : 16 * column + 16], nl.zeros((8, 16), nl.float32))
+
+    trace = run(kernel).trace
+    stores = {one.index for one in trace.instructions if one.name == "dma_copy"}
+    assert not any(stores & set(trace.instructions[index].depends) for index in stores)
+
+
 def test_a_barrier_joins_the_cores():
     def kernel():
         both = nl.ndarray((2, 512), nl.float32, buffer=nl.shared_hbm)

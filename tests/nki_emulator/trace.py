@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instructions that a kernel issued: counts, bytes, busy time per engine, peak memory, and a critical path."""
 
+import bisect
 import collections
 import dataclasses
 import heapq
@@ -116,25 +117,35 @@ class Trace:
         return peaks
 
     def schedule(self) -> Schedule:
-        """List scheduling in program order: per core and engine in order; a tile waits for room and for its operands."""
+        """List scheduling in program order.
+
+        An engine issues in order; DMAs share the bandwidth and fill gaps, since there are many queues. An instruction waits for
+        its operands, and the first one of a tile for room. Matmuls do not wait for each other: PSUM accumulates as they stream.
+        """
         count = len(self.instructions)
         start, end, why = [0.0] * count, [0.0] * count, [-1] * count
         engine_last: dict[tuple[int, str], int] = {}
+        bandwidth: dict[int, _Gaps] = {}
         pools: dict[tuple, _Pool] = {}
         first_use, last_use = _uses(self.tiles)
         for one in self.instructions:
             at, reason = 0.0, -1
             for other in one.depends:
-                if end[other] > at:
+                streams = (
+                    one.engine == self.instructions[other].engine == "tensor" and one.core == self.instructions[other].core
+                )
+                if end[other] > at and not streams:
                     at, reason = end[other], other
             previous = engine_last.get((one.core, one.engine), -1)
-            if previous >= 0 and (free := start[previous] + self.instructions[previous].us) > at:
+            if one.engine != "dma" and previous >= 0 and (free := start[previous] + self.instructions[previous].us) > at:
                 at, reason = free, previous
             for tile in first_use.get(one.index, ()):
                 pool = pools.setdefault((tile.core, tile.region), _Pool(tile.region))
                 room, owner = pool.take(footprint(tile))
                 if room > at:
                     at, reason = room, owner
+            if one.engine == "dma":
+                at, reason = bandwidth.setdefault(one.core, _Gaps()).place(at, reason, one)
             start[one.index], end[one.index], why[one.index] = at, at + one.us + one.latency_us, reason
             engine_last[one.core, one.engine] = one.index
             for tile in last_use.get(one.index, ()):
@@ -171,6 +182,24 @@ class Trace:
         for line, engine, number, us in self.lines()[:5]:
             rows.append(f"  {us:9.2f} us {engine:7} {number:6} x {line}")
         return "\n".join(rows)
+
+
+class _Gaps:
+    """When the DMA engines of a core move data, as disjoint intervals (start, end, instruction) in order."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float, int]] = []
+
+    def place(self, ready: float, reason: int, one: Instruction) -> tuple[float, int]:
+        """The earliest start from ``ready`` on where the transfer fits, and which instruction it had to follow."""
+        at, position = ready, bisect.bisect_left(self.taken, (ready,))
+        if position and self.taken[position - 1][1] > at:
+            at, reason = self.taken[position - 1][1:]
+        while position < len(self.taken) and self.taken[position][0] < at + one.us:
+            at, reason = self.taken[position][1:]
+            position += 1
+        self.taken.insert(position, (at, at + one.us, one.index))
+        return at, reason
 
 
 class _Pool:

@@ -82,7 +82,7 @@ def core_barrier(data, cores, engine=engines.gpsimd, name=None) -> None:
         for each in core.machine.cores:
             record(engine.name, us=costs.BARRIER_US, writes=[data], on=each, name="core_barrier")
 
-    core.machine.meet(core, ("core_barrier", id(data.storage)), together)
+    core.machine.meet(core, ("core_barrier", repr(data), id(data.storage)), together)
 
 
 @instruction

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from .. import costs
-from ..access import addresses, copy_values, gather_valid, read, scatter, write
+from ..access import addresses, copy_values, gather_valid, is_inside, read, resolve, scatter, write
 from ..dtypes import SIZE
 from ..enums import dge_mode as dge_modes
 from ..enums import engine as engines
@@ -28,10 +28,10 @@ def dma_copy(
     if dst.size != src.size:
         fail("shape", "src", f"{src!r} against dst {dst!r}")
     skip = oob_mode is oob_modes.skip
-    if skip and src.dynamic is not None:
+    if skip and src.dynamic is not None and src.dynamic.rows:
         values, valid = gather_valid(src, "src")
         _store(dst, copy_values(dst, src, values), valid, skip)
-    else:
+    elif not skip or (is_inside(src) and is_inside(dst)):
         _store(dst, copy_values(dst, src, read(src, "src")), None, skip)
     after = []
     for tensor in (dst, src):
@@ -87,6 +87,7 @@ def _check(dst, src, priority, dge_mode) -> None:
 
 
 def _store(dst: NkiTensor, values: np.ndarray, valid: np.ndarray | None, skip: bool) -> None:
+    dst = resolve(dst, "dst")
     if dst.dynamic is None:
         write(dst, values, mask=valid)
         return

@@ -70,7 +70,7 @@ def _check(dst, stationary, moving, double_row, is_transpose, tile_position, til
     if (dst.shape[0], dst.free) != (columns, n):
         fail("shape", "dst", f"{dst!r}, expected [{columns}, {n}]")
     _check_tiling(stationary, columns, tile_position, tile_size)
-    _, _, low, high = dst.box()
+    _, _, low, high, _ = dst.box()
     if low // costs.PSUM_BANK_BYTES != (high - 1) // costs.PSUM_BANK_BYTES:
         fail("psum-bank", "dst", f"{dst!r}: bytes {low} to {high} of a partition")
 
