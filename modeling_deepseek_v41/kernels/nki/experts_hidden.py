@@ -62,27 +62,29 @@ def swiglu(
     nisa.tensor_tensor(dst=h, data1=wide, data2=routing.expand_dim(1).broadcast(1, g), op=nl.multiply)
 
 
-def quantise(h: nl.NkiTensor, work: Scratch) -> None:
-    """h [W, g, M] bf16 through the activation QDQ, in place: 8 VectorE, 1 ScalarE and 2 g TensorE instructions.
+def find_floors(h: nl.NkiTensor, work: Scratch) -> None:
+    """The QDQ of h [W, g, M] bf16, part 1: work.floor [M, g W], per value the least exponent that it is rounded at.
 
-    A group's 32 columns lie on 32 partitions. The magnitudes are transposed to find each group's largest; the exponents that
-    come of them are repeated 32 times and transposed back; the values themselves stay where they are.
+    A group's 32 columns lie on 32 partitions, so the magnitudes are transposed to find each group's largest. 4 VectorE, 1
+    ScalarE and g TensorE instructions.
     """
-    width, g, rows = h.shape
-    columns = g * width
-    narrow, floor = work.narrow[:, 0:g], work.floor[:, 0:columns]
-    magnitude(narrow, h)
+    width, g, _ = h.shape
+    columns, groups = g * width, g * width // GROUP
     by_row = work.by_row[:, 0:columns]
+    magnitude(work.narrow[:, 0:g], h)
     for t in range(g):
-        nisa.nc_transpose(dst=by_row[:, t * width : (t + 1) * width], data=narrow[:, t])
-    groups = columns // GROUP
+        nisa.nc_transpose(dst=by_row[:, t * width : (t + 1) * width], data=work.narrow[:, t])
     amax, exponents = work.amax[:, 0, 0:groups], work.amax[:, 1, 0:groups]
     nisa.tensor_reduce(dst=amax, op=nl.maximum, data=by_row.reshape_dim(1, (groups, GROUP)), axis=2)
     grid_floor(exponents, amax)
-    nisa.activation(
-        dst=floor.reshape_dim(1, (groups, GROUP)), op=nl.copy, data=exponents.expand_dim(2).broadcast(2, GROUP)
-    )
-    by_column = work.by_column[:, 0:g, 0:rows]
+    floor = work.floor[:, 0:columns].reshape_dim(1, (groups, GROUP))
+    nisa.activation(dst=floor, op=nl.copy, data=exponents.expand_dim(2).broadcast(2, GROUP))
+
+
+def round_hidden(h: nl.NkiTensor, work: Scratch) -> None:
+    """Part 2: h rounded in place, with the floors transposed back. 4 VectorE and g TensorE instructions."""
+    width, g, rows = h.shape
+    floor = work.by_column[:, 0:g, 0:rows]
     for t in range(g):
-        nisa.nc_transpose(dst=by_column[:, t], data=floor[:, t * width : (t + 1) * width])
-    round_to_grid(h, h, by_column, narrow, work.wide[:, 0, 0:g], work.wide[:, 1, 0:g])
+        nisa.nc_transpose(dst=floor[:, t], data=work.floor[:, t * width : (t + 1) * width])
+    round_to_grid(h, h, floor, work.narrow[:, 0:g], work.wide[:, 0, 0:g], work.wide[:, 1, 0:g])

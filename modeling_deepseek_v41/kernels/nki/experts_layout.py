@@ -16,11 +16,10 @@ class PackedExpert(NamedTuple):
     """One expert for C cores; stacked over experts they are the kernel's operands. KW, W: Plan.hidden_width and width."""
 
     w13: Tensor
-    """[C, KW, 2 * hidden / KW * columns] uint8: per partition the pieces of w1 and w3, each [hidden / KW, 2, columns]."""
+    """[C, max(KW, W), bytes] uint8: per partition the scales, bf16, of w1's, w3's and w2's rows, one per tile, and the pieces
+    of w1 and w3, each [hidden / KW, 2, columns]."""
     w2: Tensor
     """[C, W, columns / W * hidden] uint8: per partition the pieces of w2, each [columns / W, hidden columns]."""
-    scale: Tensor
-    """[C, max(KW, W), 2 * columns / W + hidden / KW] fp32: scales of w1's, w3's and w2's rows, by partition and tile."""
 
 
 def pack(w1: ExactRows, w3: ExactRows, w2: ExactRows, cores: int) -> PackedExpert:
@@ -43,13 +42,10 @@ def pack(w1: ExactRows, w3: ExactRows, w2: ExactRows, cores: int) -> PackedExper
     parts = []
     for core in range(cores):
         order = hidden_order(shape, core)
-        parts.append(
-            PackedExpert(
-                _up(torch.stack([gate[core], up[core]]), shape),
-                _down(down[order, core], shape),
-                _scales([scale[core] for scale in up_scales], down_scale[order], shape),
-            )
-        )
+        scales = _scales([scale[core] for scale in up_scales], down_scale[order], shape)
+        weights = _up(torch.stack([gate[core], up[core]]), shape)
+        weights = F.pad(weights, (0, 0, 0, len(scales) - len(weights)))
+        parts.append(PackedExpert(torch.cat([scales, weights], 1), _down(down[order, core], shape)))
     return PackedExpert(*(torch.stack(list(tensors)) for tensors in zip(*parts, strict=True)))
 
 
@@ -79,6 +75,8 @@ def _down(codes: Tensor, shape: Plan) -> Tensor:
 
 
 def _scales(up: list[Tensor], down: Tensor, shape: Plan) -> Tensor:
+    """[max(KW, W), scale_bytes] uint8."""
     partitions = max(shape.width, shape.hidden_width)
     columns = [scale.view(-1, shape.width).T for scale in up] + [down.view(-1, shape.hidden_width).T]
-    return torch.cat([F.pad(column, (0, 0, 0, partitions - column.shape[0])) for column in columns], 1)
+    filled = torch.cat([F.pad(column, (0, 0, 0, partitions - column.shape[0])) for column in columns], 1)
+    return filled.bfloat16().contiguous().view(torch.uint8)

@@ -9,10 +9,12 @@ large ones first, for the DMA's sake, small ones last, because what follows the 
 import dataclasses
 
 PARTITIONS, GROUP = 128, 32
-MOST_TILES_UP = 4
+LEAST_TILES_UP, MOST_TILES_UP = 2, 4
 """Tiles of one piece of w1 and w3: with 128 rows their results fill two banks of PSUM."""
 MOST_TILES_DOWN = 10
-"""Tiles of one piece of w2: with 128 rows its results fill three banks of PSUM."""
+"""Hidden tiles that are summed at a time: with 128 rows they fill three banks of PSUM."""
+LEAST_BYTES = 2048
+"""Per partition of a piece of w2, where there are so many: below it a DMA is far from its peak rate."""
 UP_BYTES, DOWN_BYTES = 96 * 1024, 48 * 1024
 """SBUF per partition for weights in flight."""
 
@@ -31,7 +33,9 @@ class Plan:
     up_parts: int
     """DMAs per piece, along the contraction: 2 where there is one piece only, so that loads and matmuls overlap."""
     down_pieces: list
-    """Hidden tiles per piece; on two cores the first half of them is the other core's half of the result."""
+    """Hidden tiles per piece."""
+    down_others: int
+    """How many of these pieces are the other core's half of the result."""
 
     @property
     def hidden_tiles(self) -> int:
@@ -45,12 +49,18 @@ class Plan:
 
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes per partition of an expert's scales, bf16, ahead of the first piece of w1 and w3."""
+        return 2 * (2 * self.tiles + self.hidden_tiles)
+
+    @property
     def up_sizes(self) -> list:
         """Bytes per partition of each DMA of w1 and w3."""
         sizes = []
         for piece in self.up_pieces:
             for _ in range(self.up_parts):
                 sizes.append(self.hidden_tiles // self.up_parts * 2 * piece * self.width)
+        sizes[0] += self.scale_bytes
         return sizes
 
     @property
@@ -70,24 +80,15 @@ def widest(total: int, multiple: int) -> int:
     return total // count
 
 
-def shrinking(total: int, most: int) -> list:
-    """``total`` as pieces of about half of what is left, at most ``most``, the last one 1 or 2."""
+def shrinking(total: int, most: int, least: int = 1) -> list:
+    """``total`` as pieces of half of what is left, ``least`` to ``most`` each (the only one may be less)."""
     pieces = []
     left = total
     while left > 0:
-        piece = left if left <= 2 else (left + 1) // 2
-        piece = piece if piece <= most else most
+        piece = min(max((left + 1) // 2, least), most)
+        piece = left if left - piece < least and left <= most else piece
         pieces.append(piece)
         left -= piece
-    return pieces
-
-
-def equal(total: int, most: int) -> list:
-    """``total`` as the fewest pieces of at most ``most``, as equal as they can be."""
-    count = (total + most - 1) // most
-    pieces = []
-    for i in range(count):
-        pieces.append(total * (i + 1) // count - total * i // count)
     return pieces
 
 
@@ -105,13 +106,17 @@ def plan(hidden: int, columns: int, cores: int) -> Plan:
     while unit * width % GROUP != 0:
         unit += 1
     up_pieces = []
-    for count in shrinking(columns // width // unit, max(MOST_TILES_UP // unit, 1)):
+    most, least = max(MOST_TILES_UP // unit, 1), max(LEAST_TILES_UP // unit, 1)
+    for count in shrinking(columns // width // unit, most, least):
         up_pieces.append(count * unit)
-    hidden_tiles = hidden // hidden_width
+    hidden_tiles, tile_bytes = hidden // hidden_width, columns // width * hidden_width
     parts = 2 if len(up_pieces) == 1 and hidden_tiles % 2 == 0 else 1
-    own = shrinking(hidden_tiles // cores, MOST_TILES_DOWN)
-    down_pieces = own if cores == 1 else equal(hidden_tiles // cores, MOST_TILES_DOWN) + own
-    return Plan(hidden, hidden_width, columns, width, cores, up_pieces, parts, down_pieces)
+    half = hidden_tiles // cores
+    own = shrinking(half, MOST_TILES_DOWN, (LEAST_BYTES + tile_bytes - 1) // tile_bytes)
+    others = []
+    if cores > 1:
+        others = [half] if half == 1 else [half - half // 2, half // 2]
+    return Plan(hidden, hidden_width, columns, width, cores, up_pieces, parts, others + own, len(others))
 
 
 def slots(sizes: list, budget: int) -> list:

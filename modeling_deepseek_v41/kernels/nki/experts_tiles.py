@@ -16,7 +16,6 @@ class Experts(nl.NKIObject):
 
     w13: nl.NkiTensor
     w2: nl.NkiTensor
-    scale: nl.NkiTensor
     out: nl.NkiTensor
     shape: Plan
     limit: float
@@ -37,7 +36,7 @@ class Experts(nl.NKIObject):
     hidden: list
     """[W, T, M] bf16, of two experts"""
     scales: list
-    """[max(KW, W), 2 T + KT] fp32, of two experts"""
+    """[max(KW, W), 2 T + KT] bf16, of two experts"""
     y: nl.NkiTensor
     """[KW, tiles, M]: bf16 where each expert's result is rounded, else fp32"""
     received: nl.NkiTensor | None
@@ -49,25 +48,23 @@ class Experts(nl.NKIObject):
 
 
 def start(
-    x: nl.NkiTensor, routing: nl.NkiTensor, w13: nl.NkiTensor, w2: nl.NkiTensor, scale: nl.NkiTensor, limit: float,
+    x: nl.NkiTensor, routing: nl.NkiTensor, w13: nl.NkiTensor, w2: nl.NkiTensor, limit: float,
     quantize: bool, round_experts: bool,
 ) -> Experts:  # fmt: skip
-    """Check the operands, allocate every tile, load x and the routing weights, clear the sum."""
+    """Check the operands, allocate every tile, load the routing weights, clear the sum."""
     rows, hidden = x.shape
-    experts, cores, hidden_width, up_bytes = w13.shape
+    experts, cores, width, down_bytes = w2.shape
     assert 1 <= rows <= PARTITIONS, f"x {x.shape}: expected 1 to {PARTITIONS} rows"
     assert x.dtype == nl.bfloat16, f"x: expected bfloat16, found {x.dtype}"
-    assert cores == nl.num_programs(), f"w13 {w13.shape}: laid out for {cores} cores, launched on {nl.num_programs()}"
-    assert up_bytes % (2 * hidden // hidden_width) == 0, f"w13 {w13.shape}: no whole columns of {hidden} values"
-    shape = plan(hidden, up_bytes // (2 * hidden // hidden_width), cores)
-    width, tiles, hidden_tiles = shape.width, shape.tiles, shape.hidden_tiles
-    for name, tensor, expected in (
-        ("routing", routing, (experts, rows)),
-        ("w13", w13, (experts, cores, shape.hidden_width, 2 * hidden_tiles * shape.columns)),
-        ("w2", w2, (experts, cores, width, tiles * hidden)),
-        ("scale", scale, (experts, cores, max(width, shape.hidden_width), 2 * tiles + hidden_tiles)),
-    ):
-        assert tensor.shape == expected, f"{name}: expected {expected}, found {tensor.shape}"
+    assert cores == nl.num_programs(), f"w2 {w2.shape}: laid out for {cores} cores, launched on {nl.num_programs()}"
+    assert down_bytes % hidden == 0, f"w2 {w2.shape}: no multiple of hidden {hidden}"
+    tiles = down_bytes // hidden
+    shape = plan(hidden, width * tiles, cores)
+    hidden_tiles, partitions = shape.hidden_tiles, max(width, shape.hidden_width)
+    up_shape = (experts, cores, partitions, shape.scale_bytes + 2 * hidden_tiles * shape.columns)
+    assert shape.width == width, f"w2 {w2.shape}: expected {shape.width} partitions for {shape.columns} columns per core"
+    assert w13.shape == up_shape, f"w13: expected {up_shape}, found {w13.shape}"
+    assert routing.shape == (experts, rows), f"routing: expected {(experts, rows)}, found {routing.shape}"
     assert not (round_experts and cores > 1), f"round_experts on {cores} cores: each has a part of an expert's sum only"
 
     stride = 1
@@ -81,7 +78,7 @@ def start(
         sums.append(nl.ndarray((shape.hidden_width, most_down, stride), nl.float32, buffer=nl.psum))
     for _ in range(2):
         pair.append(nl.ndarray((width, tiles, rows), nl.bfloat16, buffer=nl.sbuf))
-        scales.append(nl.ndarray(scale.shape[2:], nl.float32, buffer=nl.sbuf))
+        scales.append(nl.ndarray((partitions, shape.scale_bytes // 2), nl.bfloat16, buffer=nl.sbuf))
     total = nl.ndarray((shape.hidden_width, hidden_tiles, rows), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
     received = None
@@ -90,11 +87,11 @@ def start(
     routing_sb = nl.ndarray((PARTITIONS, experts, rows), nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=routing_sb, src=routing.ap([[0, PARTITIONS], [rows, experts], [1, rows]]))
     return Experts(
-        w13=w13, w2=w2, scale=scale, out=nl.ndarray((rows, hidden), nl.float32, buffer=nl.shared_hbm),
+        w13=w13, w2=w2, out=nl.ndarray((rows, hidden), nl.float32, buffer=nl.shared_hbm),
         shape=shape, limit=limit, quantize=quantize, rows=rows,
-        x_t=columns_of(x, shape, stride), routing=routing_sb,
+        x_t=nl.ndarray((shape.hidden_width, hidden_tiles, rows), x.dtype, buffer=nl.sbuf), routing=routing_sb,
         weight=nl.ndarray((width, rows), nl.float32, buffer=nl.sbuf),
-        up_slots=weight_slots(shape.hidden_width, shape.up_sizes, UP_BYTES, w13.dtype),
+        up_slots=weight_slots(partitions, shape.up_sizes, UP_BYTES, w13.dtype),
         down_slots=weight_slots(width, shape.down_sizes, DOWN_BYTES, w2.dtype),
         products=products, sums=sums, hidden=pair, scales=scales,
         y=nl.ndarray((shape.hidden_width, most_down, rows), nl.bfloat16 if round_experts else nl.float32, buffer=nl.sbuf),
@@ -110,18 +107,16 @@ def weight_slots(partitions: int, sizes: list, budget: int, dtype: str) -> list:
     return found
 
 
-def columns_of(x: nl.NkiTensor, shape: Plan, stride: int) -> nl.NkiTensor:
-    """x [M, hidden] @ HBM as [KW, KT, M] @ SBUF by transposes: hidden column k * KW + p is on partition p."""
-    rows, hidden = x.shape
-    width, count = shape.hidden_width, shape.hidden_tiles
-    x_sb = nl.ndarray((rows, hidden), x.dtype, buffer=nl.sbuf)
+def load_columns(e: Experts, x: nl.NkiTensor) -> None:
+    """x [M, hidden] @ HBM to x_t by transposes: hidden column k * KW + p is on partition p."""
+    width, count = e.shape.hidden_width, e.shape.hidden_tiles
+    x_sb = nl.ndarray(x.shape, x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=x_sb, src=x)
-    x_t_sb = nl.ndarray((width, count, rows), x.dtype, buffer=nl.sbuf)
+    stride = e.sums[0].shape[2]
     x_t_psum = nl.ndarray((width, min(count, BANK // 2 // stride), stride), x.dtype, buffer=nl.psum)
     for first in range(0, count, x_t_psum.shape[1]):
         n = min(x_t_psum.shape[1], count - first)
         for k in range(n):
             at = (first + k) * width
-            nisa.nc_transpose(dst=x_t_psum[:, k, 0:rows], data=x_sb[:, at : at + width])
-        nisa.tensor_copy(dst=x_t_sb[:, first : first + n], src=x_t_psum[:, 0:n, 0:rows])
-    return x_t_sb
+            nisa.nc_transpose(dst=x_t_psum[:, k, 0 : e.rows], data=x_sb[:, at : at + width])
+        nisa.tensor_copy(dst=e.x_t[:, first : first + n], src=x_t_psum[:, 0:n, 0 : e.rows])
