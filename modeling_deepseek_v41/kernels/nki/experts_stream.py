@@ -138,10 +138,18 @@ def multiply_down(e: Experts, side: int, j: int, first: int, end: int) -> None:
                 moving=e.hidden[side][:, k],
                 accumulate=k > 0,
             )
-    scale = e.scales[side][0:width, 2 * shape.tiles + first : 2 * shape.tiles + end].expand_dim(2).broadcast(2, e.rows)
-    y, total = e.y[:, 0:n], e.total[:, first:end]
-    nisa.tensor_tensor(dst=y, data1=sums, data2=scale, op=nl.multiply)
-    nisa.tensor_tensor(dst=total, data1=total, data2=y, op=nl.add)
+    scale = e.scales[side][0:width, 2 * shape.tiles + first : 2 * shape.tiles + end]
+    total = e.total[:, first:end]
+    if e.rounded is not None:
+        y = e.rounded[:, 0:n]
+        nisa.tensor_tensor(dst=y, data1=sums, data2=scale.expand_dim(2).broadcast(2, e.rows), op=nl.multiply)
+        nisa.tensor_tensor(dst=total, data1=total, data2=y, op=nl.add)
+    else:
+        for t in range(n):
+            so_far, factor = total[:, t], scale[:, t : t + 1]
+            nisa.scalar_tensor_tensor(
+                dst=so_far, data=sums[:, t], op0=nl.multiply, operand0=factor, op1=nl.add, operand1=so_far
+            )
 
 
 def exchange(e: Experts) -> None:

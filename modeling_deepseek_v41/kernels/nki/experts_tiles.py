@@ -36,9 +36,9 @@ class Experts(nl.NKIObject):
     hidden: list
     """[W, T, M] bf16, of two experts"""
     scales: list
-    """[max(KW, W), 2 T + KT] bf16, of two experts"""
-    y: nl.NkiTensor
-    """[KW, tiles, M]: bf16 where each expert's result is rounded, else fp32"""
+    """[max(KW, W), 2 T + KT] fp32, of two experts"""
+    rounded: nl.NkiTensor | None
+    """[KW, tiles, M] bf16: where an expert's result is rounded before the sum"""
     received: nl.NkiTensor | None
     """[KW, KT / 2, M] fp32: on two cores, the other one's sum for this one's half"""
     total: nl.NkiTensor
@@ -78,10 +78,12 @@ def start(
         sums.append(nl.ndarray((shape.hidden_width, most_down, stride), nl.float32, buffer=nl.psum))
     for _ in range(2):
         pair.append(nl.ndarray((width, tiles, rows), nl.bfloat16, buffer=nl.sbuf))
-        scales.append(nl.ndarray((partitions, shape.scale_bytes // 2), nl.bfloat16, buffer=nl.sbuf))
+        scales.append(nl.ndarray((partitions, shape.scale_bytes // 2), nl.float32, buffer=nl.sbuf))
     total = nl.ndarray((shape.hidden_width, hidden_tiles, rows), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
-    received = None
+    received, rounded = None, None
+    if round_experts:
+        rounded = nl.ndarray((shape.hidden_width, most_down, rows), nl.bfloat16, buffer=nl.sbuf)
     if cores > 1:
         received = nl.ndarray((shape.hidden_width, hidden_tiles // 2, rows), nl.float32, buffer=nl.sbuf)
     routing_sb = nl.ndarray((PARTITIONS, experts, rows), nl.float32, buffer=nl.sbuf)
@@ -94,8 +96,7 @@ def start(
         up_slots=weight_slots(partitions, shape.up_sizes, UP_BYTES, w13.dtype),
         down_slots=weight_slots(width, shape.down_sizes, DOWN_BYTES, w2.dtype),
         products=products, sums=sums, hidden=pair, scales=scales,
-        y=nl.ndarray((shape.hidden_width, most_down, rows), nl.bfloat16 if round_experts else nl.float32, buffer=nl.sbuf),
-        total=total, received=received, work=scratch(shape, rows, stride),
+        rounded=rounded, total=total, received=received, work=scratch(shape, rows, stride),
     )  # fmt: skip
 
 
