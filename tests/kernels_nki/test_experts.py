@@ -38,7 +38,7 @@ class Case:
     """Random experts, rows, and routing weights for ``active`` experts; every active expert is chosen by some row.
 
     Values are small multiples of powers of two, so that the products of w1 and w3 are exact in fp32 in any order: no bf16
-    rounding falls another way in the kernel than in the reference. ``alike``: all experts have the same weights.
+    rounding falls another way in the kernel than in the reference; nor does one of h. ``alike``: all experts are the same.
     """
 
     experts: int
@@ -55,8 +55,22 @@ class Case:
         self.x = torch.randint(-8, 9, (self.rows, self.hidden), generator=draw) * 2.0**-4
         self.routing = torch.zeros(self.experts, self.rows)
         for expert in self.active:
-            self.routing[expert] = torch.rand(self.rows, generator=draw) * (torch.rand(self.rows, generator=draw) < 0.7)
-            self.routing[expert, expert % self.rows] = 0.75
+            chosen = torch.rand(self.rows, generator=draw) < 0.7
+            chosen[expert % self.rows] = True
+            self.routing[expert] = self._clear_weights(expert, draw) * chosen
+
+    def _clear_weights(self, expert: int, draw: torch.Generator) -> Tensor:
+        """[rows] routing weights with which no value of h is so near to the middle of two bf16 values that exp decides."""
+        w1, w3, _ = (experts_reference.decode_rows(part) for part in self.weights[expert])
+        gate, up = ((self.x @ weight.T).bfloat16().double() for weight in (w1, w3))
+        h = gate.clamp_max(LIMIT).mul(gate.clamp_max(LIMIT).sigmoid()).mul(up.clamp(-LIMIT, LIMIT))
+        weights = torch.rand(self.rows, generator=draw)
+        while True:
+            low, high = (h * weights[:, None].double() * (1 + side * 2.0**-22) for side in (-1, 1))
+            unclear = (low.float().bfloat16() != high.float().bfloat16()).any(1)
+            if not unclear.any():
+                return weights
+            weights[unclear] = torch.rand(int(unclear.sum()), generator=draw)
 
     def _expert(self, draw: torch.Generator) -> tuple[ExactRows, ...]:
         return tuple(
@@ -300,7 +314,7 @@ def test_cost_of_active_experts(active):
     trace = Case(6, 5120, 2304, 6, active, alike=True).run(experts.active_experts, 2).trace
     count = max(len(active), 1)
     assert trace.count("nc_matmul", 0) == 1080 * count
-    assert trace.dma_bytes(0) <= (count + 0.01) * 3 * 5120 * 2304 / 2
+    assert trace.dma_bytes(0) <= (count + 0.02) * 3 * 5120 * 2304 / 2
     assert trace.critical_path_us() == pytest.approx(count * (BOUND_US + 1.7) + 7.7, abs=0.2)
     assert trace.busy()["vector"] < 0.15 * trace.busy()["dma"]
 

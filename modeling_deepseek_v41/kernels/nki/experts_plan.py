@@ -47,7 +47,6 @@ class Plan:
         """Tiles of the columns."""
         return self.columns // self.width
 
-
     @property
     def scale_bytes(self) -> int:
         """Bytes per partition of an expert's scales, bf16, ahead of the first piece of w1 and w3."""
