@@ -148,14 +148,14 @@ def test_tiny_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["f32", "ref"])
-def test_every_layer_on_golden_inputs(mode):
+@pytest.mark.parametrize(("mode", "storage"), [("f32", "decoded"), ("ref", "fp8_exact")])
+def test_every_layer_on_golden_inputs(mode, storage):
     """The release's reference layer by layer from its own inputs, the drafter's stages too: the limits of ``verify``.
 
     ref: at least 99.9 % of the elements of each kind of tensor are bit-equal, 98 % of the drafter's, whose 15 rows are few:
     one rounding that falls the other way changes a row. f32: within 1e-5.
     """
-    model = load_model(TINY / "ckpt", MODES[mode], kernels=emulated.NAME, progress=False, drafter=True)
+    model = load_model(TINY / "ckpt", MODES[mode], expert_storage=storage, kernels=emulated.NAME, progress=False, drafter=True)
     (layers,) = check_layer_files(model, GoldenSet(TINY), mode)
     assert len(layers.kinds) > 20
     for kind in layers.kinds:
