@@ -84,9 +84,9 @@ class ExpertBank(nn.Module):
         for expert in range(self.w13.shape[0]):
             key = f"{name}.{expert}"
             parts = (f"{key}.{part}" for part in ("w1", "w3", "w2"))
-            rows = [reencode(checkpoint.tensor(f"{part}.weight"), checkpoint.tensor(f"{part}.scale")) for part in parts]
+            w1, w3, w2 = (reencode(checkpoint.tensor(f"{part}.weight"), checkpoint.tensor(f"{part}.scale")) for part in parts)
             try:
-                packed = pack(*rows, self.cores)
+                packed = pack(w1, w3, w2, self.cores)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}: {error}; expert_storage='decoded' holds every weight") from error
             self.w13[expert], self.w2[expert] = packed
