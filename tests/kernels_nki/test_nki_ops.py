@@ -16,13 +16,15 @@ from torch import Tensor
 from modeling_deepseek_v41.errors import CheckpointError, RequestError
 from modeling_deepseek_v41.experts import ExpertBank, local_experts
 from modeling_deepseek_v41.kernels import nki_ops
-from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
+from modeling_deepseek_v41.kernels.dispatch import TORCH, operations, register
 from modeling_deepseek_v41.kernels.nki import sparse_attention, split
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.numerics import Arithmetic
 from modeling_deepseek_v41.state import State, allocate, make_call
 from modeling_deepseek_v41.verify import MODES, GoldenSet
 from modeling_deepseek_v41.verify.check import check_layer_files
+from modeling_deepseek_v41.verify.compare import relative_error
+from modeling_deepseek_v41.verify.run import teacher_forced
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 
@@ -198,6 +200,7 @@ def test_nki_without_nki_is_an_error():
 def test_tiny_model():
     """A prefill of 142 tokens and 8 decode steps of the golden checkpoint give the logits of the PyTorch path, in fp32.
 
+    The experts and the activation QDQ, whose kernels work on bf16, are PyTorch's here; the next test has them.
     142 tokens are more than one kernel call, and more groups than a query selects.
     """
     models = [load_model(TINY / "ckpt", "fp32", kernels=name, progress=False) for name in ("torch", emulated.NAME)]
@@ -213,6 +216,46 @@ def test_tiny_model():
         error = (logits[1] - logits[0]).abs().amax(-1) / logits[0].abs().amax(-1)
         assert error.max() <= 1e-5, f"positions {first} to {last}: {error.max():.3g}"
     assert set(emulated.launched) == {"sparse_attention", "index_scores", "top_k", "mixes"}
+
+
+@pytest.mark.slow
+def test_tiny_model_in_release_numerics():
+    """A prefill of 17 tokens and 8 decode steps, teacher-forced.
+
+    With kernels for the experts and the activation QDQ alone, the logits are those of the PyTorch path. With every kernel,
+    whose exp in the mixes and the attention may differ in the last bit, the greedy ids are the golden's, wherever the
+    golden's margin is above the reference's own noise.
+    """
+    every = operations(emulated.NAME)
+    fields = "expert_rows", "expert_by_expert", "packed_experts", "quantise"
+    some = dataclasses.replace(TORCH, name="emulated experts", **{field: getattr(every, field) for field in fields})
+    register(some)
+    logits = []
+    for name, storage in (("torch", "decoded"), (some.name, "fp8_exact"), (emulated.NAME, "fp8_exact")):
+        model = load_model(TINY / "ckpt", "release", expert_storage=storage, kernels=name, progress=False)
+        prompt = next(one for one in GoldenSet(TINY).prompts("ref", model.config) if one.length == 17)
+        emulated.launched.clear()
+        logits.append(teacher_forced(model, prompt, rows=9).logits)
+    assert len(emulated.launched) == 6 and emulated.launched["active_experts"] == 9 * model.config.num_hidden_layers
+    assert relative_error(logits[1], logits[0]).max() <= 1e-5
+    clear = (prompt.margin > prompt.noise * prompt.logits.abs().amax(-1))[:, :9]
+    assert clear.sum() > 5 and torch.equal(logits[2].argmax(-1)[clear], prompt.generated[:, :9][clear])
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_activations_of_release_numerics_are_bf16():
+    """What linear.quantise promises its implementations, over a prompt and the drafter's stages."""
+    inexact = []
+
+    def watch(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        inexact.append(bool((x != x.bfloat16().float()).any()))
+        return TORCH.quantise(x, arithmetic)
+
+    register(dataclasses.replace(TORCH, name="watched", quantise=watch))
+    model = load_model(TINY / "ckpt", "release", kernels="watched", progress=False, drafter=True)
+    check_layer_files(model, GoldenSet(TINY), "ref")
+    assert len(inexact) > 100 and not any(inexact)
 
 
 @pytest.mark.slow
