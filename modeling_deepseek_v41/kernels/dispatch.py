@@ -16,7 +16,7 @@ TORCH = Operations(
     attend_block=attention.attend_block,
     index_scores=indexer.index_scores,
     top_ascending=topk.top_ascending,
-    quantise=formats.qdq_fp8,
+    quantise=linear.quantise,
     quantise_index=formats.qdq_fp4_ue8m0,
     normalise=linear.rms_norm,
     rotate=rope.rotate,
@@ -26,6 +26,7 @@ TORCH = Operations(
     route=moe.route,
     swiglu=experts.swiglu,
     expert_rows=experts.expert_rows,
+    expert_by_expert=experts.expert_by_expert,
 )
 """The reference: PyTorch on any device."""
 
@@ -88,4 +89,5 @@ def _numba() -> Operations:
         route=ops.route,
         swiglu=ops.swiglu,
         expert_rows=ops.expert_rows,
+        expert_by_expert=experts.expert_by_expert,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import experts
 from ..attention import Far
 from ..rope import rotate
 from ..state import GROUP_TILE, State, windows
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
 Launch = Callable[..., Any]
-"""launch(kernel, *tensors, **constants) runs a kernel and returns what it returns, as tensors."""
+"""launch(kernel, *tensors, cores=2, **constants) runs a kernel and returns what it returns, as tensors."""
 
 PARTITIONS, BANK = 128, 512
 """Rows per kernel call; window rows and selected rows per kernel call (kernels/nki/split.py)."""
+ROUTING = 8192
+"""Rows times experts per kernel call: 32 KiB of routing weights in every partition."""
 HIDDEN = -1e30
 """Added to the scores of window rows that a query does not see (kernels/nki/sparse_attention.py)."""
 
@@ -33,8 +36,8 @@ HIDDEN = -1e30
 def on_device() -> Operations:
     """The kernels on the two physical cores of a Neuron device's logical core. Not verified on a device."""
 
-    def launch(kernel: Any, *tensors: Tensor, **constants: Any) -> Any:
-        return kernel[2](*tensors, **constants)
+    def launch(kernel: Any, *tensors: Tensor, cores: int = 2, **constants: Any) -> Any:
+        return kernel[cores](*tensors, **constants)
 
     return nki_operations("nki", launch)
 
@@ -53,7 +56,11 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         attend_block=kernels.attend_block,
         index_scores=kernels.index_scores,
         top_ascending=kernels.top_ascending,
+        quantise=kernels.quantise,
         mixes=kernels.mixes,
+        expert_rows=kernels.expert_rows,
+        expert_by_expert=kernels.expert_by_expert,
+        packed_experts=True,
     )
 
 
@@ -61,6 +68,8 @@ class _Kernels:
     """Each operation as a launch of its kernel on tensors in the kernel's layout."""
 
     def __init__(self, launch: Launch):
+        from .nki.activation_qdq import activation_qdq
+        from .nki.experts import active_experts
         from .nki.index_scores import index_scores
         from .nki.mixes import mixes
         from .nki.sparse_attention import sparse_attention
@@ -68,6 +77,7 @@ class _Kernels:
 
         self._launch = launch
         self._sparse_attention, self._index_scores, self._top_k, self._mixes = sparse_attention, index_scores, top_k, mixes
+        self._activation_qdq, self._active_experts = activation_qdq, active_experts
 
     def attend(
         self, q: Tensor, kv: Tensor, ring: str, far: Far | None, table: Tensor, sink: Tensor, window: int, state: State,
@@ -149,6 +159,48 @@ class _Kernels:
         rows, seen = F.pad(rows, (0, missing)), F.pad(seen, (0, missing)).to(torch.uint8)
         found = self._launch(self._top_k, rows, seen, k=k)
         return found.long().unflatten(0, scores.shape[:-1])
+
+    def quantise(self, x: Tensor, arithmetic: "Arithmetic") -> Tensor:
+        """linear.quantise: one kernel call for values that bf16 holds; PyTorch in fp32 numerics."""
+        if arithmetic.dtype != torch.bfloat16:
+            return TORCH.quantise(x, arithmetic)
+        return self._launch(self._activation_qdq, x.flatten(0, -2).to(torch.bfloat16)).float().view(x.shape)
+
+    def expert_rows(
+        self, x: Tensor, ids: Tensor, routing: Tensor, bank: experts.Bank, shared: experts.Bank, limit: float,
+        arithmetic: "Arithmetic",
+    ) -> Tensor:  # fmt: skip
+        """experts.expert_rows: kernel calls for a bank stored as fp8_exact. Other banks, and the shared expert, whose fp8
+        block scales no row scale replaces (docs/kernels.md, section 4), stay with PyTorch."""
+        if not bank.packed:
+            return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
+        one = routing.new_ones(1)
+        always = torch.cat([experts.one_row(row, [0], one, shared, limit, arithmetic) for row in x.split(1)])
+        return self._experts(x, ids, routing, bank, limit, arithmetic) + always
+
+    def expert_by_expert(
+        self, x: Tensor, ids: Tensor, routing: Tensor, bank: experts.Bank, shared: experts.Bank, limit: float,
+        arithmetic: "Arithmetic",
+    ) -> Tensor:  # fmt: skip
+        """experts.expert_by_expert, in the same way."""
+        if not bank.packed:
+            return experts.expert_by_expert(x, ids, routing, bank, shared, limit, arithmetic)
+        always = experts.one_expert(x, 0, None, shared, limit, arithmetic)
+        return self._experts(x, ids, routing, bank, limit, arithmetic) + always
+
+    def _experts(
+        self, x: Tensor, ids: Tensor, routing: Tensor, bank: experts.Bank, limit: float, arithmetic: "Arithmetic"
+    ) -> Tensor:
+        """The chosen experts' sum [n, d]: a kernel call per stretch of rows, on as many cores as the bank is laid out for."""
+        count, cores = bank.w13.shape[:2]
+        table = routing.new_zeros(x.shape[0], count + 1).scatter(1, ids, routing)[:, :count]
+        rows = max(1, min(PARTITIONS, ROUTING // count))
+        options = {"limit": limit, "quantize": arithmetic.quantize_activations, "round_experts": bank.whole, "cores": cores}
+        out = [
+            self._launch(self._active_experts, some, weights.T.contiguous(), bank.w13, bank.w2, **options)
+            for some, weights in zip(x.to(torch.bfloat16).split(rows), table.split(rows), strict=True)
+        ]
+        return torch.cat(out)
 
     def mixes(
         self, raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations ``emulator``: every kernel of a model on CPU tensors runs in the emulator, on two cores."""
+"""The operations ``emulator``: every kernel of a model on CPU tensors runs in the emulator."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ launched: dict[str, int] = {}
 """How often each kernel was launched."""
 
 
-def launch(kernel: Any, *tensors: Tensor, **constants: Any) -> Any:
+def launch(kernel: Any, *tensors: Tensor, cores: int = 2, **constants: Any) -> Any:
     """Runs a kernel on CPU tensors; its inputs stay as they are."""
     launched[kernel.__name__] = launched.get(kernel.__name__, 0) + 1
-    outputs = run(kernel, *(array(one) for one in tensors), cores=2, **constants).outputs
+    outputs = run(kernel, *(array(one) for one in tensors), cores=cores, **constants).outputs
     return tuple(tensor(one) for one in outputs) if isinstance(outputs, tuple) else tensor(outputs)
 
 

@@ -38,7 +38,7 @@ def check(scores: Tensor, seen: Tensor, size: int, most: int, cores: int) -> Non
 @CORES
 @DTYPES
 @pytest.mark.parametrize(("n", "size", "most"), [(512, 4, 5), (1024, 8, 128), (1024, 2, 700), (128, 1, 3)])
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("rows", [1, 6, 7])
 def test_tiny_shapes(rows, n, size, most, dtype, cores):
     """Nothing visible, one group, a part of a block, everything; scores with ties."""
     seen = torch.tensor([n, 0, 1, size, size + 1, n // 2, n - 1])[:rows, None]
@@ -53,9 +53,10 @@ def test_release_shape(dtype):
 
 
 @pytest.mark.slow
+@CORES
 @DTYPES
-def test_128_rows(dtype):
-    check(normal(128, 1 << 13).to(dtype), torch.arange(128)[:, None] * 64, 8, 100, 2)
+def test_128_rows(dtype, cores):
+    check(normal(128, 1 << 13).to(dtype), torch.arange(128)[:, None] * 64, 8, 100, cores)
 
 
 def test_refused_shapes():

@@ -47,10 +47,11 @@ def test_release_shape(cores):
 
 
 @pytest.mark.slow
+@CORES
 @DTYPES
-def test_128_rows(dtype):
+def test_128_rows(dtype, cores):
     case = Case(128, 32, 128, 1 << 12, dtype)
-    close(case.run(2).outputs, case.expected(), dtype, inner=2.0**-11)
+    close(case.run(cores).outputs, case.expected(), dtype, inner=2.0**-11)
 
 
 @CORES

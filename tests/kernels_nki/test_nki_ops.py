@@ -13,15 +13,18 @@ from comparing import DTYPES, arithmetic, normal
 from nki_emulator import real_nki
 from torch import Tensor
 
-from modeling_deepseek_v41.errors import RequestError
+from modeling_deepseek_v41.errors import CheckpointError, RequestError
+from modeling_deepseek_v41.experts import ExpertBank, local_experts
 from modeling_deepseek_v41.kernels import nki_ops
-from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
+from modeling_deepseek_v41.kernels.dispatch import TORCH, operations, register
 from modeling_deepseek_v41.kernels.nki import sparse_attention, split
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.numerics import Arithmetic
 from modeling_deepseek_v41.state import State, allocate, make_call
 from modeling_deepseek_v41.verify import MODES, GoldenSet
 from modeling_deepseek_v41.verify.check import check_layer_files
+from modeling_deepseek_v41.verify.compare import relative_error
+from modeling_deepseek_v41.verify.run import teacher_forced
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 
@@ -102,6 +105,73 @@ def test_mixes(dtype):
         close(found, expected, torch.float32)
 
 
+@DTYPES
+def test_quantise(dtype):
+    """To the bit; in fp32 numerics, whose values bf16 does not hold, PyTorch's."""
+    plain, kernels = pair(dtype)
+    x = normal(2, 7, 96).to(dtype).float()
+    emulated.launched.clear()
+    assert torch.equal(kernels.ops.quantise(x, kernels), plain.ops.quantise(x, plain))
+    assert bool(emulated.launched) == (dtype == torch.bfloat16)
+
+
+class Fp4Experts:
+    """A source of random experts: fp4 bytes and scales of a few binades."""
+
+    def __init__(self, d: int, inter: int, binades: int = 3):
+        self.sizes = {"w1": (inter, d), "w3": (inter, d), "w2": (d, inter)}
+        self.draw, self.binades, self.tensors = torch.Generator().manual_seed(0), binades, {}
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            n, k = self.sizes[name.split(".")[-2]]
+            low, high, width = (0, 256, k // 2) if name.endswith("weight") else (120, 120 + self.binades, k // 32)
+            self.tensors[name] = torch.randint(low, high, (n, width), generator=self.draw, dtype=torch.uint8)
+        return self.tensors[name]
+
+
+def bank(source: Fp4Experts, count: int, arithmetic: Arithmetic, storage: str, whole: bool) -> ExpertBank:
+    d, inter = source.sizes["w2"]
+    made = ExpertBank(count, d, inter, arithmetic, storage, whole)
+    made.load(source, "experts")
+    return made
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole on one core", "shares on two"])
+@pytest.mark.parametrize("tokens", [1, 6, 130], ids=["decode", "verification", "prefill"])
+def test_experts(tokens, whole):
+    """Chosen ones, another rank's (number 5) and the shared one, as the decoded weights give them.
+
+    x has few bits, so that products are exact in any order.
+    """
+    plain, kernels = pair(torch.bfloat16)
+    source = Fp4Experts(128, 96)
+    x = torch.randint(-8, 9, (2, tokens, 128), generator=source.draw) * 2.0**-4
+    ids = torch.rand(2, tokens, 6, generator=source.draw).argsort(-1)[..., :3]
+    routing = torch.rand(2, tokens, 3, generator=source.draw)
+    shared = bank(source, 1, plain, "decoded", True)
+    expected = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, plain, "decoded", whole), shared, 2.0)
+    emulated.launched.clear()
+    found = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, kernels, "fp8_exact", whole), shared, 2.0)
+    assert emulated.launched["active_experts"] == -(-2 * tokens // 128)
+    close(found, expected, torch.float32)
+    close(local_experts(x, ids, routing, bank(source, 5, kernels, "bytes", whole), shared, 2.0), expected, torch.float32)
+
+
+def test_experts_that_cannot_be_fp8_exact_are_refused():
+    plain, kernels = pair(torch.bfloat16)
+    _, wide = pair(torch.float32)
+    for numerics, d, text in (
+        (plain, 128, "read by the NKI kernels in release numerics only, found kernels 'torch', torch.bfloat16"),
+        (wide, 128, "found kernels 'emulator', torch.float32"),
+        (kernels, 96, "fp8_exact needs a hidden_size that 64 divides, found 96"),
+    ):
+        with pytest.raises(RequestError, match=text):
+            bank(Fp4Experts(d, 96), 1, numerics, "fp8_exact", False)
+    with pytest.raises(CheckpointError, match=r"experts.0: expert w1: \d+ of 96 rows .*expert_storage='decoded'"):
+        bank(Fp4Experts(128, 96, binades=15), 1, kernels, "fp8_exact", True)
+
+
 def test_constants():
     """Those that the operations repeat, for they need no nki."""
     assert (nki_ops.PARTITIONS, nki_ops.BANK) == (split.PARTITIONS, split.BANK)
@@ -130,6 +200,7 @@ def test_nki_without_nki_is_an_error():
 def test_tiny_model():
     """A prefill of 142 tokens and 8 decode steps of the golden checkpoint give the logits of the PyTorch path, in fp32.
 
+    The experts and the activation QDQ, whose kernels work on bf16, are PyTorch's here; the next test has them.
     142 tokens are more than one kernel call, and more groups than a query selects.
     """
     models = [load_model(TINY / "ckpt", "fp32", kernels=name, progress=False) for name in ("torch", emulated.NAME)]
@@ -148,16 +219,58 @@ def test_tiny_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["f32", "ref"])
-def test_every_layer_on_golden_inputs(mode):
+def test_tiny_model_in_release_numerics():
+    """A prefill of 17 tokens and 8 decode steps, teacher-forced.
+
+    With kernels for the experts and the activation QDQ alone, the logits are those of the PyTorch path. With every kernel,
+    whose exp in the mixes and the attention may differ in the last bit, the greedy ids are the golden's, wherever the
+    golden's margin is above the reference's own noise.
+    """
+    every = operations(emulated.NAME)
+    fields = "expert_rows", "expert_by_expert", "packed_experts", "quantise"
+    some = dataclasses.replace(TORCH, name="emulated experts", **{field: getattr(every, field) for field in fields})
+    register(some)
+    logits = []
+    for name, storage in (("torch", "decoded"), (some.name, "fp8_exact"), (emulated.NAME, "fp8_exact")):
+        model = load_model(TINY / "ckpt", "release", expert_storage=storage, kernels=name, progress=False)
+        prompt = next(one for one in GoldenSet(TINY).prompts("ref", model.config) if one.length == 17)
+        emulated.launched.clear()
+        logits.append(teacher_forced(model, prompt, rows=9).logits)
+    assert len(emulated.launched) == 6 and emulated.launched["active_experts"] == 9 * model.config.num_hidden_layers
+    assert relative_error(logits[1], logits[0]).max() <= 1e-5
+    clear = (prompt.margin > prompt.noise * prompt.logits.abs().amax(-1))[:, :9]
+    assert clear.sum() > 5 and torch.equal(logits[2].argmax(-1)[clear], prompt.generated[:, :9][clear])
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_activations_of_release_numerics_are_bf16():
+    """What linear.quantise promises its implementations, over a prompt and the drafter's stages."""
+    inexact = []
+
+    def watch(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        inexact.append(bool((x != x.bfloat16().float()).any()))
+        return TORCH.quantise(x, arithmetic)
+
+    register(dataclasses.replace(TORCH, name="watched", quantise=watch))
+    model = load_model(TINY / "ckpt", "release", kernels="watched", progress=False, drafter=True)
+    check_layer_files(model, GoldenSet(TINY), "ref")
+    assert len(inexact) > 100 and not any(inexact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "storage"), [("f32", "decoded"), ("ref", "fp8_exact")])
+def test_every_layer_on_golden_inputs(mode, storage):
     """The release's reference layer by layer from its own inputs, the drafter's stages too: the limits of ``verify``.
 
     ref: at least 99.9 % of the elements of each kind of tensor are bit-equal, 98 % of the drafter's, whose 15 rows are few:
     one rounding that falls the other way changes a row. f32: within 1e-5.
     """
-    model = load_model(TINY / "ckpt", MODES[mode], kernels=emulated.NAME, progress=False, drafter=True)
+    emulated.launched.clear()
+    model = load_model(TINY / "ckpt", MODES[mode], expert_storage=storage, kernels=emulated.NAME, progress=False, drafter=True)
     (layers,) = check_layer_files(model, GoldenSet(TINY), mode)
     assert len(layers.kinds) > 20
+    assert ({"active_experts", "activation_qdq"} <= set(emulated.launched)) == (mode == "ref")
     for kind in layers.kinds:
         few = mode == "ref" and kind.kind.startswith("drafter")
         assert kind.ok or (few and kind.equal >= 0.98 * kind.elements), kind

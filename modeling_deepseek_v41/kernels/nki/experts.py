@@ -27,8 +27,9 @@ def local_experts(
     Args:
         x [M, hidden] bf16 @ HBM, past its own QDQ.
         routing [E, M] fp32 @ HBM, 0 where the row did not choose the expert.
-        w13 [E, C, max(KW, W), bytes] float8_e4m3 @ HBM: experts_layout.pack; scales, then the pieces of w1 and w3.
-        w2 [E, C, W, T * hidden] float8_e4m3 @ HBM: experts_layout.pack; the pieces of w2.
+        w13 [E, C, max(KW, W), bytes] float8_e4m3, or its bits as uint8, @ HBM: experts_layout.pack; scales, then the
+            pieces of w1 and w3.
+        w2 [E, C, W, T * hidden], likewise: experts_layout.pack; the pieces of w2.
         limit: gate is at most that, up within plus and minus; 0 is no clamp.
         quantize: h passes the activation QDQ, as release numerics ask.
         round_experts: each expert's result is rounded to bf16 before the sum, as release numerics ask where one core has

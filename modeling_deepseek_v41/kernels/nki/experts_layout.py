@@ -49,6 +49,13 @@ def pack(w1: ExactRows, w3: ExactRows, w2: ExactRows, cores: int) -> PackedExper
     return PackedExpert(*(torch.stack(list(tensors)) for tensors in zip(*parts, strict=True)))
 
 
+def shapes(hidden: int, inter: int, cores: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of PackedExpert.w13 and w2."""
+    shape = plan(hidden, columns_per_core(inter, cores), cores)
+    partitions = max(shape.width, shape.hidden_width)
+    return (cores, partitions, sum(shape.up_sizes)), (cores, shape.width, sum(shape.down_sizes))
+
+
 def stack(experts: list[PackedExpert]) -> PackedExpert:
     """The operands of a layer: each tensor with the experts in front."""
     return PackedExpert(*(torch.stack(list(tensors)) for tensors in zip(*experts, strict=True)))

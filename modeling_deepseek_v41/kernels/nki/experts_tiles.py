@@ -52,6 +52,7 @@ def start(
     quantize: bool, round_experts: bool,
 ) -> Experts:  # fmt: skip
     """Check the operands, allocate every tile, load the routing weights, clear the sum."""
+    w13, w2 = w13.view(nl.float8_e4m3), w2.view(nl.float8_e4m3)
     rows, hidden = x.shape
     experts, cores, width, down_bytes = w2.shape
     assert 1 <= rows <= PARTITIONS, f"x {x.shape}: expected 1 to {PARTITIONS} rows"
