@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a release-format folder to a model: strict, streaming, every tensor either read or named as unused."""
+"""From a release-format folder, or rank files, to a model: strict, streaming, every tensor either read or named as unused."""
 
 import sys
 from collections.abc import Callable
@@ -15,20 +15,19 @@ from .dspark.drafter import Drafter
 from .dspark.step import draft_and_verify
 from .engram.token_map import token_map
 from .errors import RequestError
-from .expert_bank import exceptions_of
+from .expert_bank import ExpertStorage, exceptions_of
 from .linear import fill
-from .model import DeepseekV41Model
+from .model import DRAFTER, DeepseekV41Model
 from .numerics import Numerics, numerics_by_name
 from .parallel import SINGLE, Parallel
+from .rank_loading import load_rank
 from .rope import rope_table
+from .shard_manifest import is_sharded, made_for
 from .shard_plan import ShardPlan
 from .state import allocate
 
 DEFAULT_MAX_SEQ_LEN = 8192
 """Positions to allocate state for where the caller does not say; the release's configuration allows 1,048,576."""
-
-DRAFTER = "drafter."
-"""Before the names of the drafter's parameters in a model that has one."""
 
 
 def load_model(
@@ -42,7 +41,7 @@ def load_model(
     parallel: Parallel = SINGLE,
     expert_exception_rows: int | None = None,
 ) -> DeepseekV41Model:
-    """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``.
+    """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``: a checkpoint, or rank files.
 
     ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
     are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``kernels``: auto,
@@ -51,7 +50,8 @@ def load_model(
     were needed.
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
     drafter's where it is not asked for, are checked but not read. ``parallel``: the ranks that compute the model together;
-    each calls this and reads its own parts (shard_plan.py).
+    each calls this and reads its own parts (shard_plan.py). Rank files (sharding.py) must have been made with the same
+    ``parallel.layout``, ``numerics`` and options of experts.
     """
     config = load_config(folder)
     arithmetic = numerics_by_name(numerics)
@@ -63,10 +63,14 @@ def load_model(
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
     model = build_model(config, arithmetic, length, expert_weight_format, kernels, drafter, parallel, expert_exception_rows)
     shown = progress and parallel.rank == 0
-    checkpoint = Checkpoint(folder, config, progress=shown)
-    plan = ShardPlan(config, parallel.layout, parallel.rank)
-    load_weights(model, RankCheckpoint(checkpoint, plan))
-    checkpoint.finish(lambda name: not plan.holds(name) or (not drafter and name.startswith("mtp.")))
+    if is_sharded(folder):
+        experts = ExpertStorage(expert_weight_format, expert_exception_rows)
+        load_rank(model, Path(folder), made_for(config, parallel.layout, arithmetic, experts), parallel.rank, shown)
+    else:
+        plan = ShardPlan(config, parallel.layout, parallel.rank)
+        checkpoint = Checkpoint(folder, config, progress=shown)
+        load_weights(model, RankCheckpoint(checkpoint, plan))
+        checkpoint.finish(lambda name: not plan.holds(name) or (not drafter and name.startswith("mtp.")))
     if shown and expert_weight_format == "fp8_exact":
         print("fp8_exact: {} of {} rows of this rank's experts are kept in bf16".format(*exceptions_of(model)), file=sys.stderr)
     model.rope_plain = rope_table(config, False, length)
@@ -129,5 +133,5 @@ def load_weights(model: nn.Module, checkpoint: Source, done: Callable[[nn.Module
         else:
             for key, parameter in list(module.named_parameters(recurse=False)):
                 stored = checkpoint.tensor(f"{path}.{key}" if path else key)
-                fill(module, key, stored.to(parameter.dtype, copy=True))
+                fill(module, key, stored.to(parameter.dtype, copy=parameter.is_meta))
         done(module)

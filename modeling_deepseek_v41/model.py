@@ -23,6 +23,9 @@ from .state import Call, State, StateSpec, make_call, state_spec, windows
 if TYPE_CHECKING:
     from .dspark.drafter import Drafter
 
+DRAFTER = "drafter."
+"""Before the names of the drafter's parameters in a model that has one; the checkpoint has no such prefix."""
+
 
 class Block(nn.Module):
     """One layer: an attention and an expert sublayer, each between a collapse and an expansion of the streams."""

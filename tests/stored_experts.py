@@ -33,6 +33,10 @@ class StoredExperts:
         """As ``Checkpoint.tensor``."""
         return self.tensors[name]
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """As ``Checkpoint.rows``."""
+        return self.tensors[name][start:stop]
+
     def mapped(self, name: str) -> Tensor:
         """As ``Checkpoint.mapped``."""
         return self.tensors[name]

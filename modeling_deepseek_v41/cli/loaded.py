@@ -5,8 +5,9 @@ import argparse
 import dataclasses
 import sys
 import time
+from typing import Any
 
-from ..checkpoint import Checkpoint, summarize
+from ..checkpoint import Checkpoint, GroupRow, summarize
 from ..config import ModelConfig, load_config
 from ..expert_bank import EXPERT_WEIGHT_FORMATS, ROWS_PER_EXCEPTION
 from ..kernels.dispatch import KERNELS
@@ -14,6 +15,7 @@ from ..loading import DEFAULT_MAX_SEQ_LEN, load_model
 from ..model import DeepseekV41Model
 from ..numerics import NUMERICS
 from ..progress import format_bytes
+from ..shard_manifest import is_sharded
 from ..text import TextTokenizer, load_tokenizer
 from .config_summary import one_line, unknown_keys_warning
 
@@ -42,20 +44,36 @@ class Loaded:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that choose a checkpoint and how it is computed."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model-path", required=True, metavar="CKPT", help="a checkpoint folder in the release's format")
     group.add_argument(
-        "--numerics",
-        choices=list(NUMERICS),
-        default="release",
-        help="the arithmetic: release is bf16 and fp8/fp4 rounding as shipped, fp32 rounds caches only, fp32_no_qdq nothing"
-        " (default: release)",
+        "--model-path",
+        required=True,
+        metavar="CKPT",
+        help="a checkpoint folder in the release's format, or one that deepseek-v41 shard made",
     )
+    add_storage_arguments(group)
     group.add_argument(
         "--max-seq-len",
         type=int,
         metavar="N",
         help=f"positions to make room for, prompt and new tokens together (default: what the checkpoint allows, at most"
         f" {DEFAULT_MAX_SEQ_LEN})",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="what computes on the CPU: compiled loops (numba), or PyTorch alone (torch); auto is numba if installed",
+    )
+
+
+def add_storage_arguments(group: Any) -> None:
+    """The options that a rank's weights depend on beside its part of the model."""
+    group.add_argument(
+        "--numerics",
+        choices=list(NUMERICS),
+        default="release",
+        help="the arithmetic: release is bf16 and fp8/fp4 rounding as shipped, fp32 rounds caches only, fp32_no_qdq nothing"
+        " (default: release)",
     )
     group.add_argument(
         "--expert-weight-format",
@@ -71,12 +89,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="room of fp8_exact for rows that need bf16, in each of a layer's two matrices (default: one row in"
         f" {ROWS_PER_EXCEPTION})",
     )
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        default="auto",
-        help="what computes on the CPU: compiled loops (numba), or PyTorch alone (torch); auto is numba if installed",
-    )
 
 
 def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
@@ -89,9 +101,13 @@ def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
     if warning:
         print(warning, file=sys.stderr)
     tokenizer = load_tokenizer(args.model_path, config)
-    with Checkpoint(args.model_path, config) as checkpoint:
-        groups = summarize(checkpoint)
-        weights = f"{args.model_path}: {len(checkpoint.files)} files, {format_bytes(checkpoint.total_bytes)}"
+    groups: list[GroupRow] = []
+    if is_sharded(args.model_path):
+        weights = f"{args.model_path}: rank files"
+    else:
+        with Checkpoint(args.model_path, config) as checkpoint:
+            groups = summarize(checkpoint)
+            weights = f"{args.model_path}: {len(checkpoint.files)} files, {format_bytes(checkpoint.total_bytes)}"
     unread = [row for row in groups if row.group == "vision" or (row.group == "drafter" and not drafter)]
     not_used = ", ".join(f"{row.group} ({row.tensors} tensors, {format_bytes(row.nbytes)})" for row in unread)
     allowed = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)

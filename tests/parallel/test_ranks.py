@@ -16,6 +16,9 @@ from test_layout import TRN2
 from torch import Tensor
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
+from modeling_deepseek_v41.config import load_config
+from modeling_deepseek_v41.layout import make_layout
+from modeling_deepseek_v41.sharding import shard_checkpoint
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 TINY = GOLDEN / "ckpt"
@@ -120,6 +123,14 @@ def test_the_golden_logits(world_size: int, options: dict[str, Any], mode: str, 
             error = (logits - expected).abs().amax(-1) / expected.abs().amax(-1)
             print(f"{world_size} ranks, {mode}, {prompt}: {error.max():.1e}")
             assert error.max() < 1e-5, prompt
+
+
+def test_the_golden_logits_from_rank_files(tmp_path: Path) -> None:
+    """Two ranks that read the files made for them, and nothing else."""
+    shard_checkpoint(TINY, tmp_path, make_layout(load_config(TINY), 2), "fp32", progress=False)
+    expected = load_file(GOLDEN / "golden_f32.safetensors")["p17.logits"]
+    for ((logits,),) in run_ranks(2, golden_logits, GOLDEN, "fp32", "f32", ["p17"], [{}], tmp_path):
+        assert ((logits - expected).abs().amax(-1) / expected.abs().amax(-1)).max() < 1e-5
 
 
 @pytest.mark.slow
