@@ -53,7 +53,7 @@ def load_model(
     each calls this and reads its own parts (shard_plan.py). Rank files (sharding.py) must have been made with the same
     ``parallel.layout``, ``numerics`` and options of experts.
     """
-    config = load_config(folder)
+    sharded, config = is_sharded(folder), load_config(folder)
     arithmetic = numerics_by_name(numerics)
     limit = config.max_position_embeddings
     length = min(limit, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
@@ -63,7 +63,7 @@ def load_model(
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
     model = build_model(config, arithmetic, length, expert_weight_format, kernels, drafter, parallel, expert_exception_rows)
     shown = progress and parallel.rank == 0
-    if is_sharded(folder):
+    if sharded:
         experts = ExpertStorage(expert_weight_format, expert_exception_rows)
         load_rank(model, Path(folder), made_for(config, parallel.layout, arithmetic, experts), parallel.rank, shown)
     else:

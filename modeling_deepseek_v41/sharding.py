@@ -79,10 +79,10 @@ def shard_checkpoint(
     update = (lambda count: None) if bar is None else bar.update
     manifest.files = {name: record for name, record in manifest.files.items() if _is_whole(weights / name, record, update)}
     missing = [name for name in ranks if name not in manifest.files]
-    begun = weights / (MANIFEST + PART)
+    begun, finished = weights / (MANIFEST + PART), weights / MANIFEST
     if missing:
         manifest.write(begun)
-        (weights / MANIFEST).unlink(missing_ok=True)
+        finished.unlink(missing_ok=True)
     _remove_others(weights, manifest)
     free = shutil.disk_usage(weights).free
     if size * len(missing) > free:
@@ -101,8 +101,8 @@ def shard_checkpoint(
         for file in Path(folder).glob(pattern):
             if file.name != INDEX:
                 shutil.copyfile(file, out / file.name)
-    if missing:
-        begun.replace(weights / MANIFEST)
+    manifest.write(finished)
+    begun.unlink(missing_ok=True)
     if bar is not None:
         bar.close()
     return manifest

@@ -80,12 +80,7 @@ def new_file(file: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Te
             _reserve(handle, part, len(header) + sum(place.nbytes for place in places.values()))
             mapping = mmap.mmap(handle.fileno(), 0)
             mapping[: len(header)] = header
-            yield {
-                name: torch.frombuffer(
-                    mapping, dtype=tensors[name].dtype, count=tensors[name].numel(), offset=place.start
-                ).view(place.shape)
-                for name, place in places.items()
-            }
+            yield {name: _view(mapping, place, tensors[name].dtype) for name, place in places.items()}
             mapping.flush()
             os.fsync(handle.fileno())
         part.replace(file)

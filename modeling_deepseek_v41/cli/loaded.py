@@ -96,13 +96,13 @@ def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
 
     ``drafter``: whether its DSpark drafter is wanted too.
     """
-    config = load_config(args.model_path)
+    sharded, config = is_sharded(args.model_path), load_config(args.model_path)
     warning = unknown_keys_warning(config)
     if warning:
         print(warning, file=sys.stderr)
     tokenizer = load_tokenizer(args.model_path, config)
     groups: list[GroupRow] = []
-    if is_sharded(args.model_path):
+    if sharded:
         weights = f"{args.model_path}: rank files"
     else:
         with Checkpoint(args.model_path, config) as checkpoint:
