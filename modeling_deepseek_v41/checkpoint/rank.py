@@ -16,6 +16,9 @@ class Source(Protocol):
     def tensor(self, name: str) -> Tensor:
         """The tensor ``name`` as stored, in memory of its own."""
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of the same."""
+
     def mapped(self, name: str) -> Tensor:
         """The same as a read-only memory map."""
 
@@ -37,9 +40,17 @@ class RankCheckpoint:
             return self._checkpoint.tensor(name)
         if part.dim == 1:
             return _columns(self._checkpoint.tensor(name), part)
-        size = self._rows(name)
-        start, stop = part.of(size)
-        return _with_zero_rows(self._checkpoint.rows(name, min(start, size), min(stop, size)), stop - start)
+        first, stop = part.of(self._rows(name))
+        return self._part_rows(name, part, 0, stop - first)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of ``tensor(name)``."""
+        name = self._plan.stored_name(name)
+        part = self._plan.part(name)
+        if part is None or part.dim == 1:
+            rows = self._checkpoint.rows(name, start, stop)
+            return rows if part is None else _columns(rows, part)
+        return self._part_rows(name, part, start, stop)
 
     def mapped(self, name: str) -> Tensor:
         """The rank's rows of ``Checkpoint.mapped``; copied only where they reach behind the table's end."""
@@ -60,6 +71,11 @@ class RankCheckpoint:
         first, _ = part.of(size)
         known = self._checkpoint.linear(name, min(first + start, size), min(first + stop, size))
         return _with_zero_rows(known, stop - start)
+
+    def _part_rows(self, name: str, part: Part, start: int, stop: int) -> Tensor:
+        size = self._rows(name)
+        first, _ = part.of(size)
+        return _with_zero_rows(self._checkpoint.rows(name, min(first + start, size), min(first + stop, size)), stop - start)
 
     def _rows(self, name: str) -> int:
         return self._checkpoint.tensors[name].shape[0]

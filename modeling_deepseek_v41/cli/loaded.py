@@ -5,15 +5,17 @@ import argparse
 import dataclasses
 import sys
 import time
+from typing import Any
 
-from ..checkpoint import Checkpoint, summarize
+from ..checkpoint import Checkpoint, GroupRow, summarize
 from ..config import ModelConfig, load_config
-from ..experts import EXPERT_STORAGE
+from ..expert_bank import EXPERT_WEIGHT_FORMATS, ROWS_PER_EXCEPTION
 from ..kernels.dispatch import KERNELS
 from ..loading import DEFAULT_MAX_SEQ_LEN, load_model
 from ..model import DeepseekV41Model
 from ..numerics import NUMERICS
 from ..progress import format_bytes
+from ..shard_manifest import is_sharded
 from ..text import TextTokenizer, load_tokenizer
 from .config_summary import one_line, unknown_keys_warning
 
@@ -42,27 +44,19 @@ class Loaded:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that choose a checkpoint and how it is computed."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model-path", required=True, metavar="CKPT", help="a checkpoint folder in the release's format")
     group.add_argument(
-        "--numerics",
-        choices=list(NUMERICS),
-        default="release",
-        help="the arithmetic: release is bf16 and fp8/fp4 rounding as shipped, fp32 rounds caches only, fp32_no_qdq nothing"
-        " (default: release)",
+        "--model-path",
+        required=True,
+        metavar="CKPT",
+        help="a checkpoint folder in the release's format, or one that deepseek-v41 shard made",
     )
+    add_storage_arguments(group)
     group.add_argument(
         "--max-seq-len",
         type=int,
         metavar="N",
         help=f"positions to make room for, prompt and new tokens together (default: what the checkpoint allows, at most"
         f" {DEFAULT_MAX_SEQ_LEN})",
-    )
-    group.add_argument(
-        "--experts",
-        choices=EXPERT_STORAGE,
-        default="decoded",
-        help="how routed experts are kept in memory: decoded is faster, bytes takes a quarter; fp8_exact"
-        " is for the NKI kernels (default: decoded)",
     )
     group.add_argument(
         "--kernels",
@@ -72,19 +66,48 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_storage_arguments(group: Any) -> None:
+    """The options that a rank's weights depend on beside its part of the model."""
+    group.add_argument(
+        "--numerics",
+        choices=list(NUMERICS),
+        default="release",
+        help="the arithmetic: release is bf16 and fp8/fp4 rounding as shipped, fp32 rounds caches only, fp32_no_qdq nothing"
+        " (default: release)",
+    )
+    group.add_argument(
+        "--expert-weight-format",
+        choices=EXPERT_WEIGHT_FORMATS,
+        default="bf16",
+        help="how routed experts are kept in memory: bf16 is fastest here; fp4_bytes, as stored, takes a quarter of it,"
+        " fp8_exact, what Trainium2 multiplies, half (default: bf16)",
+    )
+    group.add_argument(
+        "--expert-exception-rows",
+        type=int,
+        metavar="N",
+        help="room of fp8_exact for rows that need bf16, in each of a layer's two matrices (default: one row in"
+        f" {ROWS_PER_EXCEPTION})",
+    )
+
+
 def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
     """Opens the checkpoint that ``args`` name, in little time whatever its size; raises the package's errors.
 
     ``drafter``: whether its DSpark drafter is wanted too.
     """
-    config = load_config(args.model_path)
+    sharded, config = is_sharded(args.model_path), load_config(args.model_path)
     warning = unknown_keys_warning(config)
     if warning:
         print(warning, file=sys.stderr)
     tokenizer = load_tokenizer(args.model_path, config)
-    with Checkpoint(args.model_path, config) as checkpoint:
-        groups = summarize(checkpoint)
-        weights = f"{args.model_path}: {len(checkpoint.files)} files, {format_bytes(checkpoint.total_bytes)}"
+    groups: list[GroupRow] = []
+    if sharded:
+        weights = f"{args.model_path}: rank files"
+    else:
+        with Checkpoint(args.model_path, config) as checkpoint:
+            groups = summarize(checkpoint)
+            weights = f"{args.model_path}: {len(checkpoint.files)} files, {format_bytes(checkpoint.total_bytes)}"
     unread = [row for row in groups if row.group == "vision" or (row.group == "drafter" and not drafter)]
     not_used = ", ".join(f"{row.group} ({row.tensors} tensors, {format_bytes(row.nbytes)})" for row in unread)
     allowed = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
@@ -95,11 +118,15 @@ def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
 def load(args: argparse.Namespace, opened: Opened) -> Loaded:
     """Reads the weights, with a progress bar on stderr; raises the package's errors."""
     began = time.perf_counter()
-    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts, args.kernels, drafter=opened.drafter)
+    model = load_model(
+        args.model_path, args.numerics, opened.max_seq_len, args.expert_weight_format, args.kernels, drafter=opened.drafter,
+        expert_exception_rows=args.expert_exception_rows,
+    )  # fmt: skip
     weights = f"{opened.weights}, loaded in {time.perf_counter() - began:.1f} s"
     if opened.not_used:
         weights += f"; not used: {opened.not_used}"
     numerics = (
-        f"{args.numerics} numerics, {args.experts} experts, {model.numerics.ops.name} kernels, max_seq_len {model.max_seq_len}"
+        f"{args.numerics} numerics, {args.expert_weight_format} experts, {model.numerics.ops.name} kernels,"
+        f" max_seq_len {model.max_seq_len}"
     )
     return Loaded(model, f"{one_line(opened.config)}; {numerics}", weights)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..checkpoint.rank import Source
 from ..config import ModelConfig
 from ..formats import decode_fp8_rows
-from ..linear import fill, frozen, rms_scale, sigmoid
+from ..linear import SLICE_BYTES, fill, frozen, rms_scale, sigmoid
 from ..numerics import Arithmetic
 from ..parallel import ColumnParallelLinear, Group, own_rows
 from .hashing import EngramLayout, row_ids
@@ -41,9 +41,15 @@ class EngramTable(nn.Module):
         return decode_fp8_rows(weight, self.scale.index_select(0, index)).view(*rows.shape[:2], -1)
 
     def load(self, checkpoint: Source, name: str) -> None:
-        """Maps ``name``.weight and ``name``.scale."""
-        fill(self, "weight", checkpoint.mapped(f"{name}.weight"))
-        fill(self, "scale", checkpoint.mapped(f"{name}.scale"))
+        """Maps ``name``.weight and ``name``.scale, or reads them, a slice of rows at a time, where there is memory for them."""
+        for key, parameter in list(self.named_parameters()):
+            if parameter.is_meta:
+                fill(self, key, checkpoint.mapped(f"{name}.{key}"))
+                continue
+            rows, step = parameter.shape[0], max(1, SLICE_BYTES * parameter.shape[0] // parameter.nbytes)
+            for row in range(0, rows, step):
+                stop = min(row + step, rows)
+                parameter.data[row:stop] = checkpoint.rows(f"{name}.{key}", row, stop)
 
 
 class Engram(nn.Module):

@@ -17,6 +17,7 @@ from ..attention import Far
 from ..rope import rotate
 from ..state import GROUP_TILE, State, windows
 from .dispatch import TORCH
+from .nki.experts_layout import exact_rows, pack, stack
 from .operations import Operations
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         mixes=kernels.mixes,
         expert_rows=kernels.expert_rows,
         expert_by_expert=kernels.expert_by_expert,
-        packed_experts=True,
     )
 
 
@@ -170,9 +170,9 @@ class _Kernels:
         self, x: Tensor, ids: Tensor, routing: Tensor, bank: experts.Bank, shared: experts.Bank, limit: float,
         arithmetic: "Arithmetic",
     ) -> Tensor:  # fmt: skip
-        """experts.expert_rows: kernel calls for a bank stored as fp8_exact. Other banks, and the shared expert, whose fp8
-        block scales no row scale replaces (docs/kernels.md, section 4), stay with PyTorch."""
-        if not bank.packed:
+        """experts.expert_rows: kernel calls for a bank stored as fp8_exact, in release numerics. Other banks, and the shared
+        expert, whose fp8 block scales no row scale replaces (docs/kernels.md, section 4), stay with PyTorch."""
+        if bank.w13.places is None or arithmetic.dtype != torch.bfloat16:
             return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
         one = routing.new_ones(1)
         always = torch.cat([experts.one_row(row, [0], one, shared, limit, arithmetic) for row in x.split(1)])
@@ -183,7 +183,7 @@ class _Kernels:
         arithmetic: "Arithmetic",
     ) -> Tensor:  # fmt: skip
         """experts.expert_by_expert, in the same way."""
-        if not bank.packed:
+        if bank.w13.places is None or arithmetic.dtype != torch.bfloat16:
             return experts.expert_by_expert(x, ids, routing, bank, shared, limit, arithmetic)
         always = experts.one_expert(x, 0, None, shared, limit, arithmetic)
         return self._experts(x, ids, routing, bank, limit, arithmetic) + always
@@ -191,13 +191,18 @@ class _Kernels:
     def _experts(
         self, x: Tensor, ids: Tensor, routing: Tensor, bank: experts.Bank, limit: float, arithmetic: "Arithmetic"
     ) -> Tensor:
-        """The chosen experts' sum [n, d]: a kernel call per stretch of rows, on as many cores as the bank is laid out for."""
-        count, cores = bank.w13.shape[:2]
+        """The chosen experts' sum [n, d]: a kernel call per stretch of rows.
+
+        A whole expert runs on one core, since its result is rounded before the sum, a share of its columns on two. The bank
+        is laid out for the kernel at every call; on a device that belongs to loading.
+        """
+        count, cores = bank.experts, 1 if bank.whole else 2
+        packed = stack([pack(*exact_rows(bank.w13, bank.w2, expert), cores) for expert in range(count)])
         table = routing.new_zeros(x.shape[0], count + 1).scatter(1, ids, routing)[:, :count]
         rows = max(1, min(PARTITIONS, ROUTING // count))
         options = {"limit": limit, "quantize": arithmetic.quantize_activations, "round_experts": bank.whole, "cores": cores}
         out = [
-            self._launch(self._active_experts, some, weights.T.contiguous(), bank.w13, bank.w2, **options)
+            self._launch(self._active_experts, some, weights.T.contiguous(), *packed, **options)
             for some, weights in zip(x.to(torch.bfloat16).split(rows), table.split(rows), strict=True)
         ]
         return torch.cat(out)

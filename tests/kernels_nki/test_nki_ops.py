@@ -14,7 +14,8 @@ from nki_emulator import real_nki
 from torch import Tensor
 
 from modeling_deepseek_v41.errors import CheckpointError, RequestError
-from modeling_deepseek_v41.experts import ExpertBank, local_experts
+from modeling_deepseek_v41.expert_bank import ExpertBank, ExpertStorage
+from modeling_deepseek_v41.experts import local_experts
 from modeling_deepseek_v41.kernels import nki_ops
 from modeling_deepseek_v41.kernels.dispatch import TORCH, operations, register
 from modeling_deepseek_v41.kernels.nki import sparse_attention, split
@@ -132,7 +133,7 @@ class Fp4Experts:
 
 def bank(source: Fp4Experts, count: int, arithmetic: Arithmetic, storage: str, whole: bool) -> ExpertBank:
     d, inter = source.sizes["w2"]
-    made = ExpertBank(count, d, inter, arithmetic, storage, whole)
+    made = ExpertBank(count, d, inter, arithmetic, ExpertStorage(storage), whole)
     made.load(source, "experts")
     return made
 
@@ -149,27 +150,30 @@ def test_experts(tokens, whole):
     x = torch.randint(-8, 9, (2, tokens, 128), generator=source.draw) * 2.0**-4
     ids = torch.rand(2, tokens, 6, generator=source.draw).argsort(-1)[..., :3]
     routing = torch.rand(2, tokens, 3, generator=source.draw)
-    shared = bank(source, 1, plain, "decoded", True)
-    expected = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, plain, "decoded", whole), shared, 2.0)
+    shared = bank(source, 1, plain, "bf16", True)
+    expected = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, plain, "bf16", whole), shared, 2.0)
     emulated.launched.clear()
     found = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, kernels, "fp8_exact", whole), shared, 2.0)
     assert emulated.launched["active_experts"] == -(-2 * tokens // 128)
     close(found, expected, torch.float32)
-    close(local_experts(x, ids, routing, bank(source, 5, kernels, "bytes", whole), shared, 2.0), expected, torch.float32)
+    close(local_experts(x, ids, routing, bank(source, 5, kernels, "fp4_bytes", whole), shared, 2.0), expected, torch.float32)
 
 
-def test_experts_that_cannot_be_fp8_exact_are_refused():
-    plain, kernels = pair(torch.bfloat16)
-    _, wide = pair(torch.float32)
-    for numerics, d, text in (
-        (plain, 128, "read by the NKI kernels in release numerics only, found kernels 'torch', torch.bfloat16"),
-        (wide, 128, "found kernels 'emulator', torch.float32"),
-        (kernels, 96, "fp8_exact needs a hidden_size that 64 divides, found 96"),
-    ):
-        with pytest.raises(RequestError, match=text):
-            bank(Fp4Experts(d, 96), 1, numerics, "fp8_exact", False)
-    with pytest.raises(CheckpointError, match=r"experts.0: expert w1: \d+ of 96 rows .*expert_storage='decoded'"):
-        bank(Fp4Experts(128, 96, binades=15), 1, kernels, "fp8_exact", True)
+def test_what_the_experts_kernel_cannot_read():
+    """fp32 numerics stay with PyTorch; rows that fp8 cannot hold are refused, not dropped."""
+    plain, kernels = pair(torch.float32)
+    source = Fp4Experts(128, 96)
+    x, ids, routing = normal(1, 2, 128), torch.tensor([[[0], [1]]]), torch.ones(1, 2, 1)
+    shared = bank(source, 1, plain, "bf16", True)
+    emulated.launched.clear()
+    found = local_experts(x, ids, routing, bank(source, 2, kernels, "fp8_exact", True), shared, 2.0)
+    close(found, local_experts(x, ids, routing, bank(source, 2, plain, "bf16", True), shared, 2.0), torch.float32)
+    assert not emulated.launched
+    _, kernels = pair(torch.bfloat16)
+    wide = ExpertBank(1, 128, 96, kernels, ExpertStorage("fp8_exact", 192), True)
+    wide.load(Fp4Experts(128, 96, binades=15), "experts")
+    with pytest.raises(CheckpointError, match=r"expert w1: \d+ of 96 rows are not fp8_exact; keep it in bf16"):
+        local_experts(x, ids.clamp_max(0), routing, wide, shared, 2.0)
 
 
 def test_constants():
@@ -227,12 +231,12 @@ def test_tiny_model_in_release_numerics():
     golden's margin is above the reference's own noise.
     """
     every = operations(emulated.NAME)
-    fields = "expert_rows", "expert_by_expert", "packed_experts", "quantise"
+    fields = "expert_rows", "expert_by_expert", "quantise"
     some = dataclasses.replace(TORCH, name="emulated experts", **{field: getattr(every, field) for field in fields})
     register(some)
     logits = []
-    for name, storage in (("torch", "decoded"), (some.name, "fp8_exact"), (emulated.NAME, "fp8_exact")):
-        model = load_model(TINY / "ckpt", "release", expert_storage=storage, kernels=name, progress=False)
+    for name, storage in (("torch", "bf16"), (some.name, "fp8_exact"), (emulated.NAME, "fp8_exact")):
+        model = load_model(TINY / "ckpt", "release", expert_weight_format=storage, kernels=name, progress=False)
         prompt = next(one for one in GoldenSet(TINY).prompts("ref", model.config) if one.length == 17)
         emulated.launched.clear()
         logits.append(teacher_forced(model, prompt, rows=9).logits)
@@ -259,7 +263,7 @@ def test_activations_of_release_numerics_are_bf16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "storage"), [("f32", "decoded"), ("ref", "fp8_exact")])
+@pytest.mark.parametrize(("mode", "storage"), [("f32", "bf16"), ("ref", "fp8_exact")])
 def test_every_layer_on_golden_inputs(mode, storage):
     """The release's reference layer by layer from its own inputs, the drafter's stages too: the limits of ``verify``.
 
@@ -267,7 +271,9 @@ def test_every_layer_on_golden_inputs(mode, storage):
     one rounding that falls the other way changes a row. f32: within 1e-5.
     """
     emulated.launched.clear()
-    model = load_model(TINY / "ckpt", MODES[mode], expert_storage=storage, kernels=emulated.NAME, progress=False, drafter=True)
+    model = load_model(
+        TINY / "ckpt", MODES[mode], expert_weight_format=storage, kernels=emulated.NAME, progress=False, drafter=True
+    )
     (layers,) = check_layer_files(model, GoldenSet(TINY), mode)
     assert len(layers.kinds) > 20
     assert ({"active_experts", "activation_qdq"} <= set(emulated.launched)) == (mode == "ref")

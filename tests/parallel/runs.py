@@ -28,7 +28,7 @@ class Run:
     steps: int = 4
     draft_steps: int = 2
     kernels: str = "torch"
-    experts: str = "decoded"
+    experts: str = "bf16"
 
 
 class Counting(Group):
@@ -62,13 +62,16 @@ def _counted(run: Run, made: Parallel) -> dict[str, Any]:
 
 
 def golden_logits(
-    folder: Path, numerics: str, mode: str, prompts: list[str], options: list[dict[str, Any]]
+    folder: Path, numerics: str, mode: str, prompts: list[str], options: list[dict[str, Any]], weights: Path | None = None
 ) -> list[list[Tensor]]:
-    """In a rank: logits [1, steps, vocab] of ``prompts`` of the golden set in ``folder``, its own tokens fed, per layout."""
+    """In a rank: logits [1, steps, vocab] of ``prompts`` of the golden set in ``folder``, its own tokens fed, per layout.
+
+    ``weights``: a folder to load from, if not the set's checkpoint.
+    """
     found = []
     for some in options:
         parallel = connect(make_layout(load_config(folder / "ckpt"), torch.distributed.get_world_size(), **some))
-        model = load_model(folder / "ckpt", numerics, kernels="torch", progress=False, parallel=parallel)
+        model = load_model(weights or folder / "ckpt", numerics, kernels="torch", progress=False, parallel=parallel)
         chosen = [prompt for prompt in GoldenSet(folder).prompts(mode, model.config) if f"p{prompt.length}" in prompts]
         found.append([teacher_forced(model, prompt).logits for prompt in chosen])
     return found

@@ -16,7 +16,10 @@ from test_layout import TRN2
 from torch import Tensor
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
+from modeling_deepseek_v41.config import load_config
+from modeling_deepseek_v41.layout import make_layout
 from modeling_deepseek_v41.loading import load_model
+from modeling_deepseek_v41.sharding import shard_checkpoint
 from modeling_deepseek_v41.verify import GoldenSet
 from modeling_deepseek_v41.verify.logits import check_logits
 
@@ -125,12 +128,20 @@ def test_the_golden_logits(world_size: int, options: dict[str, Any], mode: str, 
             assert error.max() < 1e-5, prompt
 
 
+def test_the_golden_logits_from_rank_files(tmp_path: Path) -> None:
+    """Two ranks that read the files made for them, and nothing else."""
+    shard_checkpoint(TINY, tmp_path, make_layout(load_config(TINY), 2), "fp32", progress=False)
+    expected = load_file(GOLDEN / "golden_f32.safetensors")["p17.logits"]
+    for ((logits,),) in run_ranks(2, golden_logits, GOLDEN, "fp32", "f32", ["p17"], [{}], tmp_path):
+        assert ((logits - expected).abs().amax(-1) / expected.abs().amax(-1)).max() < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_release_numerics(kernels: str) -> None:
     """Greedy text with and without drafts is the same, all ranks have the same bits; where attention is not split, and experts
     are whole, so has one process."""
-    runs = [Run(TINY, "release", FOUR, kernels=kernels), Run(TINY, "release", FOUR, kernels=kernels, experts="bytes")]
+    runs = [Run(TINY, "release", FOUR, kernels=kernels), Run(TINY, "release", FOUR, kernels=kernels, experts="fp4_bytes")]
     options = [{"attn_tp_degree": 1}, {"attn_tp_degree": 2, "mesh": [[0, 3], [1, 2]]}, {"moe_ep_degree": 2}]
     for some, found in zip(options, zip(*run_ranks(4, rank_results, runs, options), strict=True), strict=True):
         for run, ranks in zip(runs, zip(*found, strict=True), strict=True):
@@ -169,7 +180,7 @@ def speculation_is_greedy(found: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 def test_compiled_kernels_and_experts_as_bytes() -> None:
-    runs = [Run(TINY, prompts=FOUR, kernels="numba"), Run(TINY, prompts=FOUR, kernels="numba", experts="bytes")]
+    runs = [Run(TINY, prompts=FOUR, kernels="numba"), Run(TINY, prompts=FOUR, kernels="numba", experts="fp4_bytes")]
     options = [{}, {"attn_tp_degree": 2, "moe_ep_degree": 2, "dspark_moe_ep_degree": 2}]
     check(run_ranks(4, rank_results, runs, options), runs, options)
 
@@ -186,7 +197,7 @@ def test_a_vocabulary_that_needs_padding(tmp_path: Path) -> None:
 def test_wide_experts_split_eight_ways(tmp_path: Path) -> None:
     """256 columns: the shared expert in 8 parts, routed ones by id and columns as 8 x 1, 4 x 2, 2 x 4 and 1 x 8."""
     runs = [Run(checkpoint(tmp_path, moe_intermediate_size=256), "fp32_no_qdq", FOUR)]
-    runs.append(dataclasses.replace(runs[0], experts="bytes"))
+    runs.append(dataclasses.replace(runs[0], experts="fp4_bytes"))
     options = [{"moe_ep_degree": degree, "dspark_moe_ep_degree": 8 // degree} for degree in (8, 4, 2, 1)]
     check(run_ranks(8, rank_results, runs, options, seconds=900), runs, options)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import CheckpointError
+from ...expert_bank import Weight
 from ...fp8_exact import ExactRows
 from .experts_plan import Plan, columns_per_core, plan
 
@@ -49,11 +50,18 @@ def pack(w1: ExactRows, w3: ExactRows, w2: ExactRows, cores: int) -> PackedExper
     return PackedExpert(*(torch.stack(list(tensors)) for tensors in zip(*parts, strict=True)))
 
 
-def shapes(hidden: int, inter: int, cores: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Of PackedExpert.w13 and w2."""
-    shape = plan(hidden, columns_per_core(inter, cores), cores)
-    partitions = max(shape.width, shape.hidden_width)
-    return (cores, partitions, sum(shape.up_sizes)), (cores, shape.width, sum(shape.down_sizes))
+def exact_rows(w13: Weight, w2: Weight, expert: int) -> tuple[ExactRows, ExactRows, ExactRows]:
+    """w1, w3 and w2 of ``expert`` in a bank that is kept as fp8_exact."""
+    up, down = (_rows(weight, expert) for weight in (w13, w2))
+    inter = up.codes.shape[0] // 2
+    return ExactRows(*(part[:inter] for part in up)), ExactRows(*(part[inter:] for part in up)), down
+
+
+def _rows(weight: Weight, expert: int) -> ExactRows:
+    assert weight.scale is not None and weight.places is not None
+    codes, exact = weight.rows[expert], torch.ones(weight.rows.shape[:2], dtype=torch.bool)
+    exact.view(-1)[weight.places[weight.places >= 0].long()] = False
+    return ExactRows(codes, (torch.frexp(weight.scale[expert].float())[1] - 1).to(torch.int16), exact[expert])
 
 
 def stack(experts: list[PackedExpert]) -> PackedExpert:
