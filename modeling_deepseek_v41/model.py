@@ -67,7 +67,8 @@ class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
     ``expert_storage``: decoded or bytes (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls of at
-    most dspark_block_size + 1 tokens per sequence, which decode and verification are, keep rows apart to the bit (rows.py).
+    most ``exact_tokens`` tokens per sequence, by default dspark_block_size + 1, which decode and verification have, keep rows
+    apart to the bit (rows.py).
     ``parallel``: the ranks that compute it together, each with its own parts (layout.py); all of them make the same calls.
     """
 
@@ -83,6 +84,7 @@ class DeepseekV41Model(nn.Module):
         expert_storage: str = "decoded",
         kernels: str = "torch",
         parallel: Parallel = SINGLE,
+        exact_tokens: int | None = None,
     ):
         super().__init__()
         arithmetic = Arithmetic(
@@ -90,7 +92,7 @@ class DeepseekV41Model(nn.Module):
             numerics.quantize_activations,
             numerics.quantize_cache,
             ops=operations(kernels),
-            exact_tokens=config.dspark_block_size + 1,
+            exact_tokens=config.dspark_block_size + 1 if exact_tokens is None else exact_tokens,
         )
         self.config, self.numerics, self.max_seq_len, self.parallel = config, arithmetic, max_seq_len, parallel
         world = parallel.world

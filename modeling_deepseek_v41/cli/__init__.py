@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import DeepseekV41Error, RequestError
-from . import generate, inspect, score, verify
+from . import generate, inspect, plan, score, verify
 
-COMMANDS = (generate, score, inspect, verify)
+COMMANDS = (generate, score, inspect, verify, plan)
 
 EPILOG = """\
 examples:
@@ -19,6 +19,7 @@ examples:
   deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --max-new-tokens 50
   deepseek-v41 score --model-path CKPT --text "The ferry leaves at seven."
   deepseek-v41 verify --model-path CKPT --golden GOLDEN
+  deepseek-v41 plan --config CKPT --world-size 64
 
 CKPT is a folder in the format of the DeepSeek-V4.1-Flash release: config.json, tokenizer.json and safetensors files.
 Exit codes: 0 done, 1 a check failed, 2 the input cannot be used, 130 interrupted.
