@@ -22,7 +22,7 @@ from torch import Tensor
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
 from modeling_deepseek_v41.errors import DeepseekV41Error
-from modeling_deepseek_v41.experts import EXPERT_STORAGE, ExpertBank
+from modeling_deepseek_v41.expert_bank import EXPERT_WEIGHT_FORMATS, ExpertBank
 from modeling_deepseek_v41.kernels.dispatch import KERNELS
 from modeling_deepseek_v41.linear import Embedding
 from modeling_deepseek_v41.loading import load_model
@@ -42,7 +42,9 @@ def parse() -> argparse.Namespace:
         "--config", type=Path, default=CONFIG, help="a release-format config.json (default: benchmark_config.json)"
     )
     parser.add_argument("--numerics", choices=list(NUMERICS), default="release")
-    parser.add_argument("--experts", choices=EXPERT_STORAGE, default="decoded", help="how experts are kept in memory")
+    parser.add_argument(
+        "--expert-weight-format", choices=EXPERT_WEIGHT_FORMATS, default="bf16", help="how experts are kept in memory"
+    )
     parser.add_argument("--kernels", choices=KERNELS, default="auto")
     return parser.parse_args()
 
@@ -114,7 +116,7 @@ def main() -> int:
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         written = resident()
         begin = time.perf_counter()
-        model = load_model(folder, args.numerics, 1024, args.experts, args.kernels)
+        model = load_model(folder, args.numerics, 1024, args.expert_weight_format, args.kernels)
         loaded = time.perf_counter() - begin
         gc.collect()
         gc.freeze()

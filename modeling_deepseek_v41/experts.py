@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' storage, and the operation over them that reads the chosen experts only.
+"""The operation over a layer's experts that reads the chosen ones only.
 
 ``local_experts`` is one operation to a graph: which experts it reads is decided inside, as a kernel would, so the model
 around it reads nothing on the host (docs/model.md, section 7).
@@ -8,67 +8,12 @@ around it reads nothing on the host (docs/model.md, section 7).
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from .checkpoint.rank import Source
-from .errors import RequestError
-from .formats import decode_fp4
-from .linear import fill, frozen, sigmoid
+from .expert_bank import ExpertBank, Weight, weights_of
+from .linear import sigmoid
 from .numerics import Arithmetic
-
-EXPERT_STORAGE = ("decoded", "bytes")
-
-
-class ExpertBank(nn.Module):
-    """The weights of all experts of a layer, w1 and w3 stacked: w13 [E, 2I, d], w2 [E, d, I].
-
-    ``decoded`` keeps them in the arithmetic's dtype, which holds every fp4 weight exactly; ``bytes`` keeps the stored
-    nibbles [E, n, k/2] and scales [E, n, k/32] (uint8) and decodes the chosen experts at each use: a quarter of the
-    memory, slower. ``whole``: whether all of each expert is here; of a part of its columns the result is a part of a sum and
-    stays fp32. ``share``: what its results are multiplied by, where other ranks hold the same expert and add it up too.
-    """
-
-    def __init__(
-        self, experts: int, d: int, inter: int, arithmetic: Arithmetic, storage: str, whole: bool = True, share: float = 1.0
-    ):
-        super().__init__()
-        if storage not in EXPERT_STORAGE:
-            raise RequestError(f"expert_storage: expected one of {', '.join(EXPERT_STORAGE)}, found {storage!r}")
-        self.inter, self.arithmetic, self.whole, self.share = inter, arithmetic, whole, share
-        as_bytes = storage == "bytes"
-        pack, kind = (2, torch.uint8) if as_bytes else (1, arithmetic.dtype)
-        self.w13 = frozen(experts, 2 * inter, d // pack, dtype=kind)
-        self.w2 = frozen(experts, d, inter // pack, dtype=kind)
-        self.w13_scale = frozen(experts, 2 * inter, d // 32, dtype=torch.uint8) if as_bytes else None
-        self.w2_scale = frozen(experts, d, inter // 32, dtype=torch.uint8) if as_bytes else None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """w13 and w2, each followed by its scales where they are kept as bytes."""
-        return [tensor for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale) if tensor is not None]
-
-    def load(self, checkpoint: Source, name: str) -> None:
-        """Reads ``name``.{e}.{w1,w2,w3}.{weight,scale} of every expert."""
-        for key, parameter in list(self.named_parameters()):
-            fill(self, key, torch.empty(parameter.shape, dtype=parameter.dtype))
-        for expert in range(self.w13.shape[0]):
-            for part, weights, scales in (
-                ("w1", self.w13[expert, : self.inter], self._scales(self.w13_scale, expert, slice(self.inter))),
-                ("w3", self.w13[expert, self.inter :], self._scales(self.w13_scale, expert, slice(self.inter, None))),
-                ("w2", self.w2[expert], self._scales(self.w2_scale, expert, slice(None))),
-            ):
-                packed = checkpoint.tensor(f"{name}.{expert}.{part}.weight")
-                scale = checkpoint.tensor(f"{name}.{expert}.{part}.scale")
-                if scales is None:
-                    weights.copy_(decode_fp4(packed, scale))
-                else:
-                    weights.copy_(packed)
-                    scales.copy_(scale)
-
-    @staticmethod
-    def _scales(scales: Tensor | None, expert: int, rows: slice) -> Tensor | None:
-        return None if scales is None else scales[expert, rows]
 
 
 def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Arithmetic) -> Tensor:
@@ -127,14 +72,17 @@ def _shape(x: Tensor, *rest: object) -> Tensor:
 
 
 class Bank(NamedTuple):
-    """The tensors and facts of an ``ExpertBank``; scales where the weights are kept as bytes."""
+    """The tensors and facts of an ``ExpertBank``."""
 
-    w13: Tensor
-    w13_scale: Tensor | None
-    w2: Tensor
-    w2_scale: Tensor | None
+    w13: Weight
+    w2: Weight
     whole: bool
     share: float
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return self.w13.rows.shape[0]
 
     def round(self, y: Tensor, arithmetic: Arithmetic) -> Tensor:
         """Results of w2, rounded where they are whole."""
@@ -143,21 +91,14 @@ class Bank(NamedTuple):
 
 def as_bank(tensors: list[Tensor], whole: bool, share: float = 1.0) -> Bank:
     """The inverse of ``ExpertBank.tensors``."""
-    if len(tensors) == 2:
-        return Bank(tensors[0], None, tensors[1], None, whole, share)
-    w13, w13_scale, w2, w2_scale = tensors
-    return Bank(w13, w13_scale, w2, w2_scale, whole, share)
-
-
-def _weight(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
-    return weights[expert] if scales is None else decode_fp4(weights[expert], scales[expert])
+    return Bank(*weights_of(tensors), whole, share)
 
 
 def expert_rows(
     x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
     """The chosen and the shared expert's sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
-    experts, sums = bank.w13.shape[0], []
+    experts, sums = bank.experts, []
     for row, row_ids in enumerate(ids.tolist()):
         token, weights = x[row : row + 1], routing[row]
         y = _one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic)
@@ -171,11 +112,11 @@ def expert_rows(
 
 
 def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    w13, s13, w2, s2, _, share = bank
-    token = x.to(w13.dtype if s13 is None else torch.float32)
-    gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in ids])
+    w13, w2, _, share = bank
+    token = x.to(w13.rows.dtype if w13.scale is None else torch.float32)
+    gate_up = torch.cat([F.linear(token, w13.of(expert)) for expert in ids])
     h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
-    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(ids)])
+    y = torch.cat([F.linear(h[i : i + 1], w2.of(expert)) for i, expert in enumerate(ids)])
     return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 
@@ -185,7 +126,7 @@ def expert_by_expert(
     """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=bank.w13.shape[0] + 1).tolist()
+    counts = ids.flatten().bincount(minlength=bank.experts + 1).tolist()
     out = torch.zeros_like(x)
     for expert, places in enumerate(order.split(counts)[:-1]):
         if counts[expert]:
@@ -195,7 +136,7 @@ def expert_by_expert(
 
 
 def _one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    w13, s13, w2, s2, _, share = bank
-    gate_up = arithmetic.round(F.linear(x, _weight(w13, s13, expert).float()))
+    w13, w2, _, share = bank
+    gate_up = arithmetic.round(F.linear(x, w13.of(expert).float()))
     h = arithmetic.ops.swiglu(gate_up, routing, limit, arithmetic)
-    return bank.round(F.linear(h, _weight(w2, s2, expert).float()), arithmetic) * share
+    return bank.round(F.linear(h, w2.of(expert).float()), arithmetic) * share

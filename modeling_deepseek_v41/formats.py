@@ -40,7 +40,7 @@ def decode_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
     """An fp4 weight [n, k/2] (uint8, low nibble = even column) with ue8m0 scales [n, k/32] to ``dtype`` [n, k]; exact."""
     values = FP4_PAIRS.to(packed.device)[packed.to(torch.int64)]
     groups = values.view(*scale.shape, 32) * decode_ue8m0(scale).unsqueeze(-1)
-    return groups.view(packed.shape[0], -1).to(dtype)
+    return groups.flatten(1).to(dtype)
 
 
 def decode_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:

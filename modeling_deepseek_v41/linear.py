@@ -18,11 +18,25 @@ def frozen(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 
 def fill(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a loaded tensor in the place of the uninitialised weight ``name``; it must have its shape and dtype."""
+    """Puts a loaded tensor, of the weight's shape and dtype, in the place of the weight ``name``.
+
+    A weight on the meta device is replaced; one that has memory of its own gets the values.
+    """
     expected = getattr(module, name)
     if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
         raise ValueError(f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
-    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+    if expected.is_meta:
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+    else:
+        expected.data.copy_(tensor)
+
+
+def room(module: nn.Module, name: str) -> Tensor:
+    """The memory of the weight ``name``, to be filled; made here where the weight is on the meta device."""
+    weight = getattr(module, name)
+    if weight.is_meta:
+        fill(module, name, torch.empty(weight.shape, dtype=weight.dtype))
+    return getattr(module, name).data
 
 
 class Linear(nn.Module):
@@ -46,11 +60,10 @@ class Linear(nn.Module):
         """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time."""
         n, k = self.weight.shape
         step = max(32, SLICE_BYTES // (4 * k) // 32 * 32)
-        weight = torch.empty(n, k)
+        weight = room(self, "weight")
         for row in range(0, n, step):
             stop = min(row + step, n)
             weight[row:stop] = checkpoint.linear(name, row, stop)
-        fill(self, "weight", weight)
 
 
 class Embedding(nn.Module):

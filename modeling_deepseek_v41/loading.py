@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a release-format folder to a model: strict, streaming, every tensor either read or named as unused."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,14 +10,15 @@ from torch import nn
 
 from .checkpoint.rank import RankCheckpoint, Source
 from .checkpoint.reader import Checkpoint
-from .config import load_config
+from .config import ModelConfig, load_config
 from .dspark.drafter import Drafter
 from .dspark.step import draft_and_verify
 from .engram.token_map import token_map
 from .errors import RequestError
+from .expert_bank import exceptions_of
 from .linear import fill
 from .model import DeepseekV41Model
-from .numerics import numerics_by_name
+from .numerics import Numerics, numerics_by_name
 from .parallel import SINGLE, Parallel
 from .rope import rope_table
 from .shard_plan import ShardPlan
@@ -24,22 +27,28 @@ from .state import allocate
 DEFAULT_MAX_SEQ_LEN = 8192
 """Positions to allocate state for where the caller does not say; the release's configuration allows 1,048,576."""
 
+DRAFTER = "drafter."
+"""Before the names of the drafter's parameters in a model that has one."""
+
 
 def load_model(
     folder: str | Path,
     numerics: str = "release",
     max_seq_len: int | None = None,
-    expert_storage: str = "decoded",
+    expert_weight_format: str = "bf16",
     kernels: str = "auto",
     progress: bool = True,
     drafter: bool = False,
     parallel: Parallel = SINGLE,
+    expert_exception_rows: int | None = None,
 ) -> DeepseekV41Model:
     """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``.
 
     ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
-    are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``expert_storage``:
-    decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py), whose loops are compiled here.
+    are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``kernels``: auto,
+    torch or numba (kernels/dispatch.py), whose loops are compiled here. ``expert_weight_format``: bf16, fp4_bytes or
+    fp8_exact, the latter with room for ``expert_exception_rows`` (expert_bank.py); with ``progress`` it is said how many
+    were needed.
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
     drafter's where it is not asked for, are checked but not read. ``parallel``: the ranks that compute the model together;
     each calls this and reads its own parts (shard_plan.py).
@@ -52,20 +61,17 @@ def load_model(
         raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length!r}")
     if drafter and not config.num_nextn_predict_layers:
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
-    checkpoint = Checkpoint(folder, config, progress=progress and parallel.rank == 0)
+    model = build_model(config, arithmetic, length, expert_weight_format, kernels, drafter, parallel, expert_exception_rows)
+    shown = progress and parallel.rank == 0
+    checkpoint = Checkpoint(folder, config, progress=shown)
     plan = ShardPlan(config, parallel.layout, parallel.rank)
-    source = RankCheckpoint(checkpoint, plan)
-    with torch.device("meta"):
-        model = DeepseekV41Model(config, arithmetic, length, expert_storage, kernels, parallel)
-    load_weights(model, source)
-    model.rope_plain = rope_table(config, False, length)
-    if drafter:
-        with torch.device("meta"):
-            stages = Drafter(config, model.numerics, expert_storage, parallel)
-        load_weights(stages, source)
-        stages.rope_plain = model.rope_plain
-        model.add_drafter(stages)
+    load_weights(model, RankCheckpoint(checkpoint, plan))
     checkpoint.finish(lambda name: not plan.holds(name) or (not drafter and name.startswith("mtp.")))
+    if shown and expert_weight_format == "fp8_exact":
+        print("fp8_exact: {} of {} rows of this rank's experts are kept in bf16".format(*exceptions_of(model)), file=sys.stderr)
+    model.rope_plain = rope_table(config, False, length)
+    if model.drafter is not None:
+        model.drafter.rope_plain = model.rope_plain
     model.rope_compressed = rope_table(config, True, length)
     model.token_map = (
         token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
@@ -73,6 +79,24 @@ def load_model(
     if model.numerics.ops.name == "numba":
         warm_up(model)
     return model.eval()
+
+
+def build_model(
+    config: ModelConfig,
+    numerics: Numerics,
+    max_seq_len: int,
+    expert_weight_format: str = "bf16",
+    kernels: str = "torch",
+    drafter: bool = False,
+    parallel: Parallel = SINGLE,
+    expert_exception_rows: int | None = None,
+) -> DeepseekV41Model:
+    """The model, with ``drafter`` also its drafter, of one rank on the meta device: names, shapes and dtypes, no values."""
+    with torch.device("meta"):
+        model = DeepseekV41Model(config, numerics, max_seq_len, expert_weight_format, kernels, parallel, expert_exception_rows)
+        if drafter:
+            model.add_drafter(Drafter(config, model.numerics, expert_weight_format, parallel, expert_exception_rows))
+    return model
 
 
 def warm_up(model: DeepseekV41Model) -> None:
@@ -91,17 +115,19 @@ def warm_up(model: DeepseekV41Model) -> None:
             draft_and_verify(model, model.drafter, zero, zero, one, zero, rank, state, num_draft_tokens=1, read_len=read)
 
 
-def load_weights(model: nn.Module, checkpoint: Source, prefix: str = "") -> None:
-    """Fills ``model``, whose module names are the checkpoint's; ``prefix`` stands before them (such as ``mtp.0.``).
+def load_weights(model: nn.Module, checkpoint: Source, done: Callable[[nn.Module], None] = lambda module: None) -> None:
+    """Fills ``model``, whose module names are the checkpoint's, but for the drafter's, which are behind ``drafter.``.
 
     A module with a ``load`` method reads its own tensors and decides how it keeps them; other parameters are read under
-    their own name and kept in the parameter's dtype, which holds the stored values exactly.
+    their own name and kept in the parameter's dtype, which holds the stored values exactly. ``done`` is called with every
+    module that is filled.
     """
     for name, module in model.named_modules():
-        path = (prefix + name).rstrip(".")
+        path = name.removeprefix(DRAFTER)
         if hasattr(module, "load"):
             module.load(checkpoint, path)
-            continue
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            stored = checkpoint.tensor(f"{path}.{key}" if path else key)
-            fill(module, key, stored.to(parameter.dtype, copy=True))
+        else:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                stored = checkpoint.tensor(f"{path}.{key}" if path else key)
+                fill(module, key, stored.to(parameter.dtype, copy=True))
+        done(module)

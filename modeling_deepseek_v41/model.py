@@ -10,6 +10,7 @@ from .attention import Attention, Rotary, Selection
 from .config import ModelConfig
 from .engram.hashing import engram_layouts, lookback
 from .engram.layer import Engram
+from .expert_bank import ExpertStorage
 from .hyper_connections import HyperConnection
 from .kernels.dispatch import operations
 from .linear import RMSNorm
@@ -31,7 +32,7 @@ class Block(nn.Module):
         config: ModelConfig,
         layer: int,
         arithmetic: Arithmetic,
-        expert_storage: str,
+        storage: ExpertStorage,
         parallel: Parallel,
         attention: type[Attention] = Attention,
     ):
@@ -43,7 +44,7 @@ class Block(nn.Module):
         self.hc_ffn = HyperConnection(config, arithmetic)
         self.attn = attention(config, layer, arithmetic, parallel)
         self.engram: Engram | None = None
-        self.ffn = MoE(config, arithmetic, layer >= config.num_hidden_layers, expert_storage, parallel)
+        self.ffn = MoE(config, arithmetic, layer >= config.num_hidden_layers, storage, parallel)
 
     def forward(
         self, x: Tensor, pre_mix: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection
@@ -66,10 +67,10 @@ class Block(nn.Module):
 class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
-    ``expert_storage``: decoded or bytes (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls of at
-    most ``exact_tokens`` tokens per sequence, by default dspark_block_size + 1, which decode and verification have, keep rows
-    apart to the bit (rows.py).
-    ``parallel``: the ranks that compute it together, each with its own parts (layout.py); all of them make the same calls.
+    ``expert_weight_format`` and ``expert_exception_rows``: how routed experts are kept (expert_bank.py). ``kernels``: auto,
+    torch or numba (kernels/dispatch.py). Calls of at most ``exact_tokens`` tokens per sequence, by default
+    dspark_block_size + 1, which decode and verification have, keep rows apart to the bit (rows.py). ``parallel``: the ranks
+    that compute it together, each with its own parts (layout.py); all of them make the same calls.
     """
 
     rope_plain: Tensor
@@ -81,9 +82,10 @@ class DeepseekV41Model(nn.Module):
         config: ModelConfig,
         numerics: Numerics,
         max_seq_len: int,
-        expert_storage: str = "decoded",
+        expert_weight_format: str = "bf16",
         kernels: str = "torch",
         parallel: Parallel = SINGLE,
+        expert_exception_rows: int | None = None,
         exact_tokens: int | None = None,
     ):
         super().__init__()
@@ -97,7 +99,8 @@ class DeepseekV41Model(nn.Module):
         self.config, self.numerics, self.max_seq_len, self.parallel = config, arithmetic, max_seq_len, parallel
         world = parallel.world
         self.embed = ParallelEmbedding(config.vocab_size, config.hidden_size, world)
-        blocks = [Block(config, layer, arithmetic, expert_storage, parallel) for layer in range(config.num_hidden_layers)]
+        storage = ExpertStorage(expert_weight_format, expert_exception_rows)
+        blocks = [Block(config, layer, arithmetic, storage, parallel) for layer in range(config.num_hidden_layers)]
         for layout in engram_layouts(config):
             blocks[layout.layer].engram = Engram(config, layout, arithmetic, world)
         self.layers = nn.ModuleList(blocks)

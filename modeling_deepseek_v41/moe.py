@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from .checkpoint.rank import Source
 from .config import ModelConfig
-from .experts import ExpertBank, local_experts
+from .expert_bank import ExpertBank, ExpertStorage
+from .experts import local_experts
 from .linear import fill, frozen
 from .numerics import Arithmetic
 from .parallel import Parallel, own_rows, place_of
@@ -56,7 +57,7 @@ class SharedExpert(ExpertBank):
     def __init__(self, config: ModelConfig, arithmetic: Arithmetic, parallel: Parallel):
         parts = parallel.layout.shared_tp_degree
         inter, share = config.moe_intermediate_size // parts, parts / parallel.layout.world_size
-        super().__init__(1, config.hidden_size, inter, arithmetic, "decoded", parts == 1, share)
+        super().__init__(1, config.hidden_size, inter, arithmetic, ExpertStorage(), parts == 1, share)
 
     def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``.{w1,w2,w3}.{weight,scale}."""
@@ -75,7 +76,9 @@ class MoE(nn.Module):
     Every rank routes all tokens and computes what its own experts, and its part of the shared one, add to them.
     """
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, is_drafter: bool, expert_storage: str, parallel: Parallel):
+    def __init__(
+        self, config: ModelConfig, arithmetic: Arithmetic, is_drafter: bool, storage: ExpertStorage, parallel: Parallel
+    ):
         super().__init__()
         self.arithmetic, self.limit, self.world = arithmetic, config.swiglu_limit, parallel.world
         experts, _ = config.experts(is_drafter)
@@ -83,7 +86,7 @@ class MoE(nn.Module):
         self.local, inter = experts // by_id, config.moe_intermediate_size // by_columns
         self.split = parallel.layout.split("dspark_experts" if is_drafter else "experts")
         self.gate = Router(config, is_drafter, arithmetic)
-        self.experts = ExpertBank(self.local, config.hidden_size, inter, arithmetic, expert_storage, by_columns == 1)
+        self.experts = ExpertBank(self.local, config.hidden_size, inter, arithmetic, storage, by_columns == 1)
         self.shared_experts = SharedExpert(config, arithmetic, parallel)
 
     def forward(self, x: Tensor, rank: Tensor) -> Tensor:

@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 import torch
 from arithmetics import EXACT_TOKENS, KERNELS, arithmetic
+from stored_experts import StoredExperts, bank
 from torch import Tensor
 
 from modeling_deepseek_v41.config import load_config
-from modeling_deepseek_v41.experts import ExpertBank, local_experts
-from modeling_deepseek_v41.formats import decode_fp4
+from modeling_deepseek_v41.expert_bank import ExpertBank
+from modeling_deepseek_v41.experts import local_experts
 from modeling_deepseek_v41.moe import Router
 from modeling_deepseek_v41.numerics import Arithmetic
 
 TINY = load_config(Path(__file__).parent / "data" / "golden" / "tiny_a" / "ckpt")
 TOKENS = pytest.mark.parametrize("tokens", [1, 2, EXACT_TOKENS, EXACT_TOKENS + 5])
 """Decode and verification, and one call of prefill."""
+
+EXPERTS, SHARED = StoredExperts(8, 64, 32), StoredExperts(1, 64, 32, seed=9)
+WIDE = StoredExperts(8, 64, 64, wide={"w1": [(0, 5), (7, 31)], "w3": [(7, 0)], "w2": [(0, 0), (3, 63)]})
+"""The same with rows that fp8 cannot hold: exceptions of fp8_exact."""
 
 
 def scores(logits: Tensor, kernels: str) -> Tensor:
@@ -125,21 +130,6 @@ def test_the_routing_weight_enters_before_the_rounding(kernels: str) -> None:
     assert (a.ops.swiglu(gate_up, routing, 0.0, a) == expected).float().mean() > 0.99
 
 
-def bank(a: Arithmetic, experts: int, d: int, inter: int, storage: str, seed: int = 0) -> ExpertBank:
-    """Random fp4 experts, the same for each ``storage``."""
-    rng = np.random.default_rng(seed)
-    made = ExpertBank(experts, d, inter, a, storage)
-    for name, rows, columns in (("w13", 2 * inter, d), ("w2", d, inter)):
-        packed = torch.from_numpy(rng.integers(0, 256, (experts, rows, columns // 2)).astype(np.uint8))
-        scale = torch.from_numpy(rng.integers(121, 125, (experts, rows, columns // 32)).astype(np.uint8))
-        if storage == "bytes":
-            getattr(made, name).copy_(packed)
-            getattr(made, f"{name}_scale").copy_(scale)
-        else:
-            getattr(made, name).copy_(torch.stack([decode_fp4(*pair) for pair in zip(packed, scale, strict=True)]))
-    return made
-
-
 def naive(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
     """Every token and expert by itself, float64; the banks hold decoded weights."""
 
@@ -158,20 +148,20 @@ def naive(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertBank, shared: 
     return out
 
 
-def call(a: Arithmetic, tokens: int, storage: str = "decoded") -> tuple[Tensor, Tensor]:
+def call(a: Arithmetic, tokens: int, storage: str = "bf16") -> tuple[Tensor, Tensor]:
     """(found, expected) of one call over two sequences; an expert may be chosen by all tokens or none."""
     generator = torch.Generator().manual_seed(7)
     x = a.activation(a.round(torch.randn(2, tokens, 64, generator=generator)))
     ids = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(2 * tokens)]).view(2, tokens, 3)
     weights = torch.rand(2, tokens, 3, generator=generator)
-    experts, decoded = (bank(a, 8, 64, 32, kind) for kind in (storage, "decoded"))
-    shared = bank(a, 1, 64, 32, "decoded", seed=9)
+    experts, decoded = (bank(a, EXPERTS, kind) for kind in (storage, "bf16"))
+    shared = bank(a, SHARED, "bf16")
     return local_experts(x, ids, weights, experts, shared, 2.0), naive(x, ids, weights, decoded, shared, 2.0)
 
 
 @KERNELS
 @TOKENS
-@pytest.mark.parametrize("storage", ["decoded", "bytes"])
+@pytest.mark.parametrize("storage", ["bf16", "fp4_bytes", "fp8_exact"])
 def test_the_expert_operation_is_the_sum_over_chosen_experts(tokens: int, storage: str, kernels: str) -> None:
     """Row by row in decode, expert by expert in prefill: 2e-6 of the largest, both ways."""
     found, expected = call(arithmetic("fp32", kernels), tokens, storage)
@@ -191,7 +181,7 @@ def test_in_release_numerics_it_differs_by_rounding_alone(tokens: int, kernels: 
 @pytest.mark.parametrize("numerics", ["release", "fp32"])
 def test_weights_kept_as_bytes_give_the_same_result(tokens: int, numerics: str, kernels: str) -> None:
     a = arithmetic(numerics, kernels)
-    found, expected = call(a, tokens, "bytes")[0], call(a, tokens)[0]
+    found, expected = call(a, tokens, "fp4_bytes")[0], call(a, tokens)[0]
     assert (found - expected).abs().max() <= (1e-6 if numerics == "fp32" else 1e-2) * expected.abs().max()
 
 
@@ -203,9 +193,27 @@ def test_a_row_of_decode_does_not_depend_on_the_others(numerics: str, kernels: s
     x = a.activation(a.round(torch.randn(3, EXACT_TOKENS, 64, generator=generator)))
     ids = torch.randint(8, (3, EXACT_TOKENS, 2), generator=generator)
     weights = torch.rand(3, EXACT_TOKENS, 2, generator=generator)
-    experts, shared = bank(a, 8, 64, 32, "decoded"), bank(a, 1, 64, 32, "decoded", seed=9)
+    experts, shared = bank(a, EXPERTS, "bf16"), bank(a, SHARED, "bf16")
     whole = local_experts(x, ids, weights, experts, shared, 0.0)
     for b in range(3):
         for t in range(EXACT_TOKENS):
             one = (slice(b, b + 1), slice(t, t + 1))
             assert torch.equal(local_experts(x[one], ids[one], weights[one], experts, shared, 0.0), whole[one])
+
+
+@KERNELS
+@TOKENS
+@pytest.mark.parametrize("numerics", ["release", "fp32"])
+@pytest.mark.parametrize("stored", [EXPERTS, WIDE], ids=["all rows fit", "exceptions"])
+def test_fp8_exact_gives_the_bits_of_fp4_bytes(stored: StoredExperts, tokens: int, numerics: str, kernels: str) -> None:
+    a = arithmetic(numerics, kernels)
+    generator = torch.Generator().manual_seed(7)
+    x = a.activation(a.round(torch.randn(2, tokens, 64, generator=generator)))
+    ids = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(2 * tokens)]).view(2, tokens, 3)
+    weights = torch.rand(2, tokens, 3, generator=generator)
+    shared = bank(a, SHARED, "bf16")
+    found, expected = (
+        local_experts(x, ids, weights, bank(a, stored, kind, rows), shared, 2.0)
+        for kind, rows in (("fp8_exact", 3), ("fp4_bytes", None))
+    )
+    assert torch.equal(found, expected)

@@ -8,7 +8,7 @@ import time
 
 from ..checkpoint import Checkpoint, summarize
 from ..config import ModelConfig, load_config
-from ..experts import EXPERT_STORAGE
+from ..expert_bank import EXPERT_WEIGHT_FORMATS, ROWS_PER_EXCEPTION
 from ..kernels.dispatch import KERNELS
 from ..loading import DEFAULT_MAX_SEQ_LEN, load_model
 from ..model import DeepseekV41Model
@@ -58,10 +58,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         f" {DEFAULT_MAX_SEQ_LEN})",
     )
     group.add_argument(
-        "--experts",
-        choices=EXPERT_STORAGE,
-        default="decoded",
-        help="how routed experts are kept in memory: decoded is faster, bytes takes a quarter (default: decoded)",
+        "--expert-weight-format",
+        choices=EXPERT_WEIGHT_FORMATS,
+        default="bf16",
+        help="how routed experts are kept in memory: bf16 is fastest here; fp4_bytes, as stored, takes a quarter of it,"
+        " fp8_exact, what Trainium2 multiplies, half (default: bf16)",
+    )
+    group.add_argument(
+        "--expert-exception-rows",
+        type=int,
+        metavar="N",
+        help="room of fp8_exact for rows that need bf16, in each of a layer's two matrices (default: one row in"
+        f" {ROWS_PER_EXCEPTION})",
     )
     group.add_argument(
         "--kernels",
@@ -94,11 +102,15 @@ def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
 def load(args: argparse.Namespace, opened: Opened) -> Loaded:
     """Reads the weights, with a progress bar on stderr; raises the package's errors."""
     began = time.perf_counter()
-    model = load_model(args.model_path, args.numerics, opened.max_seq_len, args.experts, args.kernels, drafter=opened.drafter)
+    model = load_model(
+        args.model_path, args.numerics, opened.max_seq_len, args.expert_weight_format, args.kernels, drafter=opened.drafter,
+        expert_exception_rows=args.expert_exception_rows,
+    )  # fmt: skip
     weights = f"{opened.weights}, loaded in {time.perf_counter() - began:.1f} s"
     if opened.not_used:
         weights += f"; not used: {opened.not_used}"
     numerics = (
-        f"{args.numerics} numerics, {args.experts} experts, {model.numerics.ops.name} kernels, max_seq_len {model.max_seq_len}"
+        f"{args.numerics} numerics, {args.expert_weight_format} experts, {model.numerics.ops.name} kernels,"
+        f" max_seq_len {model.max_seq_len}"
     )
     return Loaded(model, f"{one_line(opened.config)}; {numerics}", weights)

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from ..buckets import PREFILL_BUCKETS
 from ..config import load_config
+from ..expert_bank import EXPERT_WEIGHT_FORMATS
 from ..plan import Plan, Settings, make_plan
 from ..plan.check import Stage
 from ..plan.predict import ASSUMPTIONS, MEMORY_BYTES, RESERVED_BYTES
-from ..plan.storage import EXPERT_WEIGHT_FORMATS
 from ..progress import format_bytes
 from .layout_options import add_layout_arguments
 from .output import console, print_json
@@ -58,8 +58,8 @@ def add_parser(subparsers: Any) -> None:
         "--expert-weight-format",
         choices=EXPERT_WEIGHT_FORMATS,
         default="fp8_exact",
-        help="how routed experts are kept: re-encoded to fp8 without a change, as the stored fp4 bytes, or in bf16"
-        " (default: fp8_exact)",
+        help="how routed experts are kept: in bf16, as the stored fp4 bytes, or re-encoded to fp8 without a change (default:"
+        " fp8_exact)",
     )
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..attention import Rotary, Selection
 from ..config import ModelConfig
 from ..errors import RequestError
+from ..expert_bank import ExpertStorage
 from ..hyper_connections import weighted_sum
 from ..numerics import Arithmetic
 from ..parallel import SINGLE, Parallel
@@ -41,12 +42,14 @@ class Drafter(nn.Module):
     rope_plain: Tensor
 
     def __init__(
-        self, config: ModelConfig, arithmetic: Arithmetic, expert_storage: str = "decoded", parallel: Parallel = SINGLE
-    ):
+        self, config: ModelConfig, arithmetic: Arithmetic, expert_weight_format: str = "bf16", parallel: Parallel = SINGLE,
+        expert_exception_rows: int | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.config, self.numerics = config, arithmetic
+        storage = ExpertStorage(expert_weight_format, expert_exception_rows)
         stages = range(config.num_nextn_predict_layers)
-        self.mtp = nn.ModuleList(Stage(config, index, arithmetic, expert_storage, parallel) for index in stages)
+        self.mtp = nn.ModuleList(Stage(config, index, arithmetic, storage, parallel) for index in stages)
         self.register_buffer("rope_plain", torch.empty(0), persistent=False)
 
     @property

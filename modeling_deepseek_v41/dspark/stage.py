@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, Rotary, Selection
 from ..config import ModelConfig
+from ..expert_bank import ExpertStorage
 from ..linear import Embedding, Linear, RMSNorm
 from ..model import Block
 from ..numerics import Arithmetic
@@ -61,8 +62,8 @@ class ConfidenceHead(nn.Module):
 class Stage(Block):
     """mtp.{index}: the first stage owns the projection of the taps, the last one the heads."""
 
-    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, expert_storage: str, parallel: Parallel):
-        super().__init__(config, config.num_hidden_layers + index, arithmetic, expert_storage, parallel, StageAttention)
+    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, storage: ExpertStorage, parallel: Parallel):
+        super().__init__(config, config.num_hidden_layers + index, arithmetic, storage, parallel, StageAttention)
         d, eps, world = config.hidden_size, config.rms_norm_eps, parallel.world
         if index == 0:
             taps = len(config.dspark_target_layer_ids) * d

@@ -54,7 +54,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         *,
         numerics: str = "release",
         max_seq_len: int | None = None,
-        expert_storage: str = "decoded",
+        expert_weight_format: str = "bf16",
+        expert_exception_rows: int | None = None,
         kernels: str = "auto",
         drafter: bool = False,
         config: DeepseekV41Config | None = None,
@@ -64,8 +65,9 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         """Reads a release-format folder, strictly, with this package's own loader.
 
         ``numerics``: release (bf16, fp8 and fp4 rounding as shipped), fp32 or fp32_no_qdq. ``max_seq_len``: positions per
-        sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_storage``: decoded, or bytes for a
-        quarter of the experts' memory at less speed. ``kernels``: auto, torch or numba (kernels/dispatch.py). ``drafter``: also
+        sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_weight_format``: bf16, or at less
+        speed fp4_bytes, a quarter of the experts' memory, or fp8_exact, half of it, with room for ``expert_exception_rows``
+        that do not fit (expert_bank.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). ``drafter``: also
         the DSpark drafter, for ``generate(..., speculative=True)``. ``config`` may change token ids, nothing else.
         Generation defaults come from ``generation_config``, else the folder's generation_config.json, else the
         configuration's token ids.
@@ -84,7 +86,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         config = stored if config is None else config
         _check_config(config, stored, folder)
         shown = logging.is_progress_bar_enabled()
-        backbone = load_model(folder, numerics, max_seq_len, expert_storage, kernels, progress=shown, drafter=drafter)
+        backbone = load_model(
+            folder, numerics, max_seq_len, expert_weight_format, kernels, shown, drafter,
+            expert_exception_rows=expert_exception_rows,
+        )  # fmt: skip
         model = cls(config, backbone)
         if generation_config is not None:
             model.generation_config = generation_config

@@ -21,10 +21,19 @@ _LOADING: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "cpu", {"": "cpu"}),
         "the model runs in one CPU process; leave the option out, or use the Neuron application to spread it",
     ),
-    "experts_implementation": ((None,), "choose the storage of experts with expert_storage='decoded' or 'bytes'"),
+    "experts_implementation": (
+        (None,),
+        "choose the storage of experts with expert_weight_format='bf16', 'fp4_bytes' or 'fp8_exact'",
+    ),
     "ignore_mismatched_sizes": ((None, False), "every tensor must have the shape that config.json asks for"),
-    "load_in_4bit": ((None, False), "the release's own low-bit weights are read; expert_storage='bytes' needs less memory"),
-    "load_in_8bit": ((None, False), "the release's own low-bit weights are read; expert_storage='bytes' needs less memory"),
+    "load_in_4bit": (
+        (None, False),
+        "the release's own low-bit weights are read; expert_weight_format='fp4_bytes' needs less memory",
+    ),
+    "load_in_8bit": (
+        (None, False),
+        "the release's own low-bit weights are read; expert_weight_format='fp4_bytes' needs less memory",
+    ),
     "output_loading_info": ((None, False), "loading is strict: a model that loads has every tensor"),
     "quantization_config": (
         (None,),
@@ -74,7 +83,7 @@ def check_loading(options: Mapping[str, Any], numerics: str, dtype: torch.dtype)
         else:
             raise RequestError(
                 f"{name}: found {value!r}, but this model's from_pretrained has no such option; it takes numerics, max_seq_len,"
-                " expert_storage, kernels, drafter, config and generation_config"
+                " expert_weight_format, expert_exception_rows, kernels, drafter, config and generation_config"
             )
 
 

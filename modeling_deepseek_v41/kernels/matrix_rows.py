@@ -98,7 +98,7 @@ def experts(x, ids, routing, w13, w2, shared_w13, shared_w2, share, limit, round
     """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing) and the shared one's, as experts.local_experts says.
 
     x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I], the shared ones' [1, ...], of another I where it
-    is split; whole and share as in experts.ExpertBank.
+    is split; whole and share as in expert_bank.ExpertBank.
     """
     k, width, shared_width, dim = ids.shape[0], w13.shape[1], shared_w13.shape[1], out.shape[0]
     gate_up, h, y = np.empty((k, width), F32), np.empty((k, width // 2), F32), np.empty((k + 1, dim), F32)

@@ -2,7 +2,7 @@
 """The compiled loops on CPU tensors: arguments and results of the PyTorch functions that dispatch.py pairs them with.
 
 Matrix products and attention of calls longer than decode and verification, where matrix libraries are at their best, go to
-PyTorch; so does everything on experts that are kept as bytes.
+PyTorch; so does everything on experts that are not kept in bf16.
 """
 
 import numpy as np
@@ -118,18 +118,18 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
 def expert_rows(
     x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
-    if bank.w13_scale is not None:
+    if bank.w13.scale is not None:
         return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
     out = torch.empty(x.shape)
     arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
-    weights = _weight(bank.w13), _weight(bank.w2), _weight(shared.w13), _weight(shared.w2)
+    weights = [_weight(weight.rows) for weight in (bank.w13, bank.w2, shared.w13, shared.w2)]
     whole = bank.whole, shared.whole
     options = F32(shared.share), F32(limit), arithmetic.rounds, *whole, arithmetic.quantize_activations
     for row, chosen, shares, total in zip(*arrays, strict=True):
-        here = chosen < bank.w13.shape[0]
+        here = chosen < bank.experts
         if not here.all():
             chosen, shares = chosen[here], shares[here]
-        matrix_rows.experts(bank.w13[0].numel(), row, chosen, shares, *weights, *options, total)
+        matrix_rows.experts(bank.w13.rows[0].numel(), row, chosen, shares, *weights, *options, total)
     return out
 
 

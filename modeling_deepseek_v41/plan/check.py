@@ -23,7 +23,7 @@ from ..state import allocate
 from .accounting import Accounting, account
 from .costs import Costs, Trace, TracedGroup
 from .predict import MEMORY_BYTES, RESERVED_BYTES, Prediction, predict
-from .storage import DRAFTER_EXPERTS, EXPERT_WEIGHT_FORMATS, MODULE_STORAGE, parameter_bytes, parameter_group, state_group
+from .storage import DRAFTER_EXPERTS, parameter_bytes, parameter_group, state_group
 
 PROMPT, PLAIN, DSPARK = "context encoding", "plain decode step", "DSpark step"
 """The stages of a run."""
@@ -100,7 +100,8 @@ class Plan:
 def make_plan(config: ModelConfig, settings: Settings, progress: bool = False) -> Plan:
     """The plan of ``config``'s model with its drafter, where it has one, in release numerics.
 
-    Takes seconds per stage, which ``progress`` shows on stderr. Raises RequestError naming the setting that does not fit. Memory that is not enough is no error: see ``Plan.refusal``.
+    Takes seconds per stage, which ``progress`` shows on stderr. Raises RequestError naming the setting that does not fit.
+    Memory that is not enough is no error, but then no stage is traced: see ``Plan.refusal``.
     """
     _check(config, settings)
     layout = make_layout(
@@ -126,22 +127,17 @@ def _check(config: ModelConfig, settings: Settings) -> None:
         raise RequestError(f"seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {found!r}")
     if type(settings.batch) is not int or settings.batch < 1:
         raise RequestError(f"batch: expected an integer of 1 or more, found {settings.batch!r}")
-    if settings.expert_weight_format not in EXPERT_WEIGHT_FORMATS:
-        expected = ", ".join(EXPERT_WEIGHT_FORMATS)
-        raise RequestError(f"expert_weight_format: expected one of {expected}, found {settings.expert_weight_format!r}")
 
 
 def _model(config: ModelConfig, settings: Settings, layout: Layout, trace: Trace) -> DeepseekV41Model:
     """Rank 0's modules on the meta device. Rows need not be computed one by one: a device's kernels see to that."""
     world, attention = (tuple(range(layout.world_size)),), layout.mesh
     parallel = Parallel(layout, 0, TracedGroup("world", world, trace), TracedGroup("attention", attention, trace))
-    storage = MODULE_STORAGE[settings.expert_weight_format]
+    kept = settings.expert_weight_format
     with torch.device("meta"):
-        model = DeepseekV41Model(
-            config, numerics_by_name("release"), settings.seq_len, storage, "torch", parallel, exact_tokens=0
-        )
+        model = DeepseekV41Model(config, numerics_by_name("release"), settings.seq_len, kept, "torch", parallel, exact_tokens=0)
         if config.num_nextn_predict_layers:
-            drafter = Drafter(config, model.numerics, storage, parallel)
+            drafter = Drafter(config, model.numerics, kept, parallel)
             drafter.rope_plain = model.rope_plain
             model.add_drafter(drafter)
     return model
@@ -152,8 +148,7 @@ def _keep(model: DeepseekV41Model, settings: Settings, trace: Trace) -> list[Ten
     stored = expected_tensors(model.config)
     for name, parameter in model.named_parameters():
         name = name.removeprefix("drafter.")
-        nbytes = parameter_bytes(name, parameter, stored, settings.expert_weight_format)
-        trace.keep(parameter, parameter_group(name), nbytes)
+        trace.keep(parameter, parameter_group(name), parameter_bytes(name, parameter, stored))
     for _, table in model.named_buffers():
         trace.keep(table, "rotary and token tables", table.nbytes)
     spec = model.state_spec(settings.batch)

@@ -6,26 +6,18 @@ from torch import Tensor
 
 from ..checkpoint.spec import TensorSpec, group_of
 
-EXPERT_WEIGHT_FORMATS = ("fp8_exact", "fp4_bytes", "bf16")
-
-MODULE_STORAGE = {"fp8_exact": "decoded", "fp4_bytes": "bytes", "bf16": "decoded"}
-"""The storage of the modules (experts.py) whose parameters have a format's shapes."""
-
 DRAFTER_EXPERTS = "drafter experts"
 """The group of the drafter's routed experts; the backbone's are "experts"."""
 
 STATE_GROUPS = {"swa": "window KV", "ckv": "compressed KV", "ikey": "index keys"}
 
 
-def parameter_bytes(name: str, parameter: Tensor, stored: dict[str, TensorSpec], expert_weight_format: str) -> int:
+def parameter_bytes(name: str, parameter: Tensor, stored: dict[str, TensorSpec]) -> int:
     """Bytes of the model's parameter ``name`` on a device; ``stored``: the checkpoint's tensors.
 
-    Routed experts in fp8_exact take a byte per weight and an fp32 scale per row. A weight that the checkpoint has in bf16 or
-    in fp8 with block scales is kept in bf16, which holds it exactly, also where the CPU's module keeps fp32. Everything
-    else, engram tables among them, is kept as the module declares it.
+    A weight that the checkpoint has in bf16 or in fp8 with block scales is kept in bf16, which holds it exactly, also where
+    the CPU's module keeps fp32. Everything else, experts and engram tables among them, is kept as the module declares it.
     """
-    if ".ffn.experts." in name and expert_weight_format == "fp8_exact":
-        return parameter.numel() + 4 * parameter.shape[0] * parameter.shape[1]
     spec = stored.get(name)
     if parameter.dtype == torch.float32 and spec is not None and spec.dtype in ("BF16", "F8_E4M3"):
         return 2 * parameter.numel()

@@ -76,7 +76,10 @@ def test_generate_sampled_is_reproducible(capsys) -> None:
     options = ["--max-new-tokens", "12", "--temperature", "1.2", "--top-k", "50", "--top-p", "0.9", "--seed"]
     first, second = generated(capsys, "--prompt", "a", "--prompt", "a", *options, "4")
     assert first["token_ids"] == second["token_ids"]
-    assert generated(capsys, "--prompt", "a", *options, "4", "--experts", "bytes")[0]["token_ids"] == first["token_ids"]
+    assert (
+        generated(capsys, "--prompt", "a", *options, "4", "--expert-weight-format", "fp4_bytes")[0]["token_ids"]
+        == first["token_ids"]
+    )
     assert generated(capsys, "--prompt", "a", *options, "5")[0]["token_ids"] != first["token_ids"]
 
 

@@ -106,6 +106,6 @@ def test_what_is_left_out_is_said() -> None:
 @KERNELS
 def test_experts_kept_as_bytes_give_the_golden_logits(kernels: str) -> None:
     """1e-5, as with decoded weights."""
-    model = load_model(TINY / "ckpt", "fp32", expert_storage="bytes", kernels=kernels, progress=False)
+    model = load_model(TINY / "ckpt", "fp32", expert_weight_format="fp4_bytes", kernels=kernels, progress=False)
     prompt = GoldenSet(TINY).prompts("f32", model.config)[2]
     assert check_logits(model, prompt, "f32", teacher_forced(model, prompt).logits).ok

@@ -195,7 +195,7 @@ def test_scoring_as_an_evaluation_harness_does(smooth: DeepseekV41ForCausalLM) -
 
 
 def test_release_numerics_run(folder: object) -> None:
-    release = DeepseekV41ForCausalLM.from_pretrained(folder, expert_storage="bytes")  # type: ignore[arg-type]
+    release = DeepseekV41ForCausalLM.from_pretrained(folder, expert_weight_format="fp4_bytes")  # type: ignore[arg-type]
     assert release.dtype == torch.bfloat16
     rows = some_rows(3, 25)
     ids, mask = padded(rows, [22, 0], 25)

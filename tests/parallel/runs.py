@@ -28,7 +28,7 @@ class Run:
     steps: int = 4
     draft_steps: int = 2
     kernels: str = "torch"
-    experts: str = "decoded"
+    experts: str = "bf16"
 
 
 class Counting(Group):

@@ -126,7 +126,7 @@ def test_the_golden_logits(world_size: int, options: dict[str, Any], mode: str, 
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_release_numerics(kernels: str) -> None:
     """Whole experts on every rank: only sums of wo_b come in another order, which a bf16 rounding may show now and then."""
-    runs = [Run(TINY, "release", FOUR, kernels=kernels), Run(TINY, "release", FOUR, kernels=kernels, experts="bytes")]
+    runs = [Run(TINY, "release", FOUR, kernels=kernels), Run(TINY, "release", FOUR, kernels=kernels, experts="fp4_bytes")]
     options = [{"attn_tp_degree": 1}, {"attn_tp_degree": 2, "mesh": [[0, 3], [1, 2]]}, {"moe_ep_degree": 2}]
     for some, found in zip(options, zip(*run_ranks(4, rank_results, runs, options), strict=True), strict=True):
         for run, ranks in zip(runs, zip(*found, strict=True), strict=True):
@@ -149,7 +149,7 @@ def speculation_is_greedy(found: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 def test_compiled_kernels_and_experts_as_bytes() -> None:
-    runs = [Run(TINY, prompts=FOUR, kernels="numba"), Run(TINY, prompts=FOUR, kernels="numba", experts="bytes")]
+    runs = [Run(TINY, prompts=FOUR, kernels="numba"), Run(TINY, prompts=FOUR, kernels="numba", experts="fp4_bytes")]
     options = [{}, {"attn_tp_degree": 2, "moe_ep_degree": 2, "dspark_moe_ep_degree": 2}]
     check(run_ranks(4, rank_results, runs, options), runs, options)
 
@@ -166,7 +166,7 @@ def test_a_vocabulary_that_needs_padding(tmp_path: Path) -> None:
 def test_wide_experts_split_eight_ways(tmp_path: Path) -> None:
     """256 columns: the shared expert in 8 parts, routed ones by id and columns as 8 x 1, 4 x 2, 2 x 4 and 1 x 8."""
     runs = [Run(checkpoint(tmp_path, moe_intermediate_size=256), "fp32_no_qdq", FOUR)]
-    runs.append(dataclasses.replace(runs[0], experts="bytes"))
+    runs.append(dataclasses.replace(runs[0], experts="fp4_bytes"))
     options = [{"moe_ep_degree": degree, "dspark_moe_ep_degree": 8 // degree} for degree in (8, 4, 2, 1)]
     check(run_ranks(8, rank_results, runs, options, seconds=900), runs, options)
 
