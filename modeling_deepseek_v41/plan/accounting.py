@@ -10,7 +10,7 @@ from ..config import ModelConfig
 from ..layout import Layout
 from ..shard_plan import ShardPlan
 
-_LAYER = re.compile(r"^(layers|mtp)\.[1-9]\d*\.")
+_LAYER = re.compile(r"^(layers|mtp)\.\d+\.")
 
 
 class Accounting(NamedTuple):
@@ -36,7 +36,7 @@ def account(config: ModelConfig, layout: Layout) -> Accounting:
         if is_vision(name):
             unread += 1
             continue
-        kind = _LAYER.sub(r"\1.1.", name)
+        kind = _LAYER.sub(r"\1.0.", name)
         if kind not in found:
             found[kind] = _held(name, plans)
         whole += found[kind][0]

@@ -103,6 +103,27 @@ def make_plan(config: ModelConfig, settings: Settings, progress: bool = False) -
     Takes seconds per stage, which ``progress`` shows on stderr. Raises RequestError naming the setting that does not fit.
     Memory that is not enough is no error, but then no stage is traced: see ``Plan.refusal``.
     """
+    layout, model, trace, state = _on_paper(config, settings)
+    plan = Plan(layout, settings, _memory(trace), account(config, layout), [])
+    if plan.refusal is None:
+        plan.stages.extend(_stages(model, settings, layout, trace, state, progress))
+    return plan
+
+
+def rank_memory(config: ModelConfig, settings: Settings) -> dict[str, int]:
+    """``Plan.memory`` alone, which takes no tracing."""
+    return _memory(_on_paper(config, settings)[2])
+
+
+def _memory(trace: Trace) -> dict[str, int]:
+    memory: Counter[str] = Counter()
+    for resident in trace.resident:
+        memory[resident.group] += resident.nbytes
+    return dict(memory)
+
+
+def _on_paper(config: ModelConfig, settings: Settings) -> tuple[Layout, DeepseekV41Model, Trace, list[Tensor]]:
+    """The layout, rank 0's model and state without data, and the trace that knows their tensors."""
     _check(config, settings)
     layout = make_layout(
         config, settings.world_size, settings.attn_tp_degree, settings.moe_ep_degree, settings.dspark_moe_ep_degree,
@@ -110,14 +131,7 @@ def make_plan(config: ModelConfig, settings: Settings, progress: bool = False) -
     )  # fmt: skip
     trace = Trace()
     model = _model(config, settings, layout, trace)
-    memory: Counter[str] = Counter()
-    state = _keep(model, settings, trace)
-    for resident in trace.resident:
-        memory[resident.group] += resident.nbytes
-    plan = Plan(layout, settings, dict(memory), account(config, layout), [])
-    if plan.refusal is None:
-        plan.stages.extend(_stages(model, settings, layout, trace, state, progress))
-    return plan
+    return layout, model, trace, _keep(model, settings, trace)
 
 
 def _check(config: ModelConfig, settings: Settings) -> None:
@@ -127,6 +141,7 @@ def _check(config: ModelConfig, settings: Settings) -> None:
         raise RequestError(f"seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {found!r}")
     if type(settings.batch) is not int or settings.batch < 1:
         raise RequestError(f"batch: expected an integer of 1 or more, found {settings.batch!r}")
+    prefill_buckets(settings.seq_len, settings.buckets)
 
 
 def _model(config: ModelConfig, settings: Settings, layout: Layout, trace: Trace) -> DeepseekV41Model:
