@@ -115,8 +115,9 @@ def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: floa
     w13, w2, _, share = bank
     token = x.to(w13.rows.dtype if w13.scale is None else torch.float32)
     gate_up = torch.cat([F.linear(token, w13.of(expert)) for expert in ids])
-    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
-    y = torch.cat([F.linear(h[i : i + 1], w2.of(expert)) for i, expert in enumerate(ids)])
+    kind = token.dtype if bank.whole else torch.float32
+    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(kind)
+    y = torch.cat([F.linear(h[i : i + 1], w2.of(expert).to(kind)) for i, expert in enumerate(ids)])
     return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 
