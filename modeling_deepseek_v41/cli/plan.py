@@ -15,7 +15,7 @@ from ..plan import Plan, Settings, make_plan
 from ..plan.check import Stage
 from ..plan.predict import ASSUMPTIONS, MEMORY_BYTES, RESERVED_BYTES
 from ..progress import format_bytes
-from .layout_options import add_layout_arguments
+from .layout_options import add_layout_arguments, ranks_in_words
 from .output import console, print_json
 
 EPILOG = """\
@@ -81,14 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(plan: Plan) -> None:
-    out, layout = console(), plan.layout
-    by_id, by_columns = layout.expert_degrees(False)
-    drafter_by_id, drafter_by_columns = layout.expert_degrees(True)
-    out.print(
-        f"{layout.world_size} ranks: attention groups of {layout.attn_tp_degree}, wo_b reduced over the"
-        f" {layout.o_proj_reduce}; experts {by_id} x {by_columns} (by id x by columns), the drafter's {drafter_by_id} x"
-        f" {drafter_by_columns}; shared expert in {layout.shared_tp_degree} parts"
-    )
+    out = console()
+    out.print(ranks_in_words(plan.layout))
     out.print(_memory_table(plan))
     found = plan.accounting
     out.print(
