@@ -92,6 +92,7 @@ def _print(plan: Plan) -> None:
     for stage in plan.stages:
         out.print(_stage_table(stage))
     if plan.stages:
+        out.print("each call is one graph; none of them reads a value on the host, which the trace would refuse")
         out.print("predicted, and what that rests on:")
         for words in ASSUMPTIONS:
             out.print(f"  - {words}")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from ..config import load_config
@@ -89,7 +90,7 @@ def _start(job: Any, layout: Layout, execute: Execute) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([execute.__module__])
     size = layout.world_size
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         context.Process(target=_started, args=(rank, store.port, job, layout, execute), daemon=True) for rank in range(size)
     ]
@@ -111,7 +112,7 @@ def _watch(ranks: list[Any], store: Any) -> None:
     deadline = None
     while running and (deadline is None or time.monotonic() < deadline):
         for sentinel in wait(list(running), timeout=None if deadline is None else max(0.0, deadline - time.monotonic())):
-            rank = running.pop(sentinel)  # type: ignore[arg-type]
+            rank = running.pop(sentinel)
             ranks[rank].join()
             code = ranks[rank].exitcode
             if code:
@@ -127,14 +128,14 @@ def _started(rank: int, port: int, job: Any, layout: Layout, execute: Execute) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     size = layout.world_size
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    place = Place(rank, size, torch.distributed.TCPStore("127.0.0.1", port), _quiet(rank))
+    place = Place(rank, size, TCPStore("127.0.0.1", port), _quiet(rank))
     sys.exit(_run(place, layout, lambda parallel: execute(job, parallel)))
 
 
 def _run(place: Place, layout: Layout, work: Callable[[Parallel], int]) -> int:
     """``work`` as one rank; its exit code, which is rank 0's alone, or that of the first failure."""
     try:
-        store = torch.distributed.PrefixStore("ranks", place.store)
+        store = PrefixStore("ranks", place.store)
         torch.distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
         code = work(connect(layout))
         sys.stdout.flush()

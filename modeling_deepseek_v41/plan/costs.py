@@ -24,9 +24,9 @@ aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """``count`` matrix products [m, k] x [k, n]."""
+    """``times`` matrix products [m, k] x [k, n]."""
 
-    count: int
+    times: int
     m: int
     k: int
     n: int
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     @property
     def flops(self) -> int:
         """Two per multiplication with its addition."""
-        return 2 * self.count * self.m * self.k * self.n
+        return 2 * self.times * self.m * self.k * self.n
 
 
 class Resident(NamedTuple):

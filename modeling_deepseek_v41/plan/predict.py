@@ -89,7 +89,7 @@ def engine_seconds(product: Product) -> float:
         return 0.0
     standing, moving = (-(-size // TILE) for size in (product.n, product.m)), (product.m, product.n)
     cycles = min(tiles * max(LEAST_ROWS, rows) for tiles, rows in zip(standing, moving, strict=True))
-    return product.count * -(-product.k // TILE) * cycles / CLOCK / CORES
+    return product.times * -(-product.k // TILE) * cycles / CLOCK / CORES
 
 
 @functools.cache
