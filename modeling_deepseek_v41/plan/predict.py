@@ -31,6 +31,7 @@ ASSUMPTIONS = (
     f"an exchange takes {EXCHANGE_SECONDS[0] * 1e6:.0f} (documented) to {EXCHANGE_SECONDS[1] * 1e6:.0f} us (upper bound from"
     " published runs) whatever its bytes, so context encoding, which moves megabytes, has no prediction",
     "fast: reads only experts that a row chose, on the busiest rank under uniform routing; slow: reads every local expert",
+    "fp4_bytes: the time of decoding in the kernel is not in the figures, and may be most of it (docs/kernels.md, section 4)",
     "memory and tensor engine run side by side; softmax, norms, Sinkhorn, top-k and sampling hide behind them",
 )
 """What the figures rest on."""
