@@ -116,9 +116,9 @@ def one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float
     w13, w2, _, share = bank
     token = x.to(w13.rows.dtype if w13.scale is None else torch.float32)
     gate_up = torch.cat([F.linear(token, w13.of(expert)) for expert in ids])
-    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic)
-    h = h.to(token.dtype) if bank.whole else h  # a matrix product in bf16 would round what is only a part of a sum
-    y = torch.cat([F.linear(h[i : i + 1], w2.of(expert).to(h.dtype)) for i, expert in enumerate(ids)])
+    kind = token.dtype if bank.whole else torch.float32
+    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(kind)
+    y = torch.cat([F.linear(h[i : i + 1], w2.of(expert).to(kind)) for i, expert in enumerate(ids)])
     return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 

@@ -36,7 +36,8 @@ class HyperConnection(nn.Module):
         spread = torch.tensor([self.hc, self.hc, self.hc * self.hc])
         fill(self, "fn", checkpoint.tensor(f"{name}_fn").clone())
         fill(self, "base", checkpoint.tensor(f"{name}_base").clone())
-        fill(self, "scale", checkpoint.tensor(f"{name}_scale").repeat_interleave(spread))
+        scale = checkpoint.tensor(f"{name}_scale")
+        fill(self, "scale", scale.repeat_interleave(spread, output_size=self.scale.shape[0]))
 
 
 def mixes(

@@ -54,6 +54,12 @@ class Layout:
         by_id = self.dspark_moe_ep_degree if is_drafter else self.moe_ep_degree
         return by_id, self.world_size // by_id
 
+    @property
+    def splits_an_expert(self) -> bool:
+        """Whether some expert's columns are on several ranks: its result is a sum then, which is not rounded by itself."""
+        columns = (self.expert_degrees(is_drafter)[1] for is_drafter in (False, True))
+        return self.shared_tp_degree > 1 or any(parts > 1 for parts in columns)
+
     def split(self, name: str) -> Split:
         """The division called ``name``; shard_plan.py says what each is used for.
 

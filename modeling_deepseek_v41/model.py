@@ -71,9 +71,9 @@ class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
     ``expert_weight_format`` and ``expert_exception_rows``: how routed experts are kept (expert_bank.py). ``kernels``: auto,
-    torch or numba (kernels/dispatch.py). Calls of at most dspark_block_size + 1 tokens per sequence, which decode and
-    verification are, keep rows apart to the bit (rows.py). ``parallel``: the ranks that compute it together, each with its
-    own parts (layout.py); all of them make the same calls.
+    torch or numba (kernels/dispatch.py). Calls of at most ``exact_tokens`` tokens per sequence, by default
+    dspark_block_size + 1, which decode and verification have, keep rows apart to the bit (rows.py). ``parallel``: the ranks
+    that compute it together, each with its own parts (layout.py); all of them make the same calls.
     """
 
     rope_plain: Tensor
@@ -89,6 +89,7 @@ class DeepseekV41Model(nn.Module):
         kernels: str = "torch",
         parallel: Parallel = SINGLE,
         expert_exception_rows: int | None = None,
+        exact_tokens: int | None = None,
     ):
         super().__init__()
         arithmetic = Arithmetic(
@@ -96,7 +97,7 @@ class DeepseekV41Model(nn.Module):
             numerics.quantize_activations,
             numerics.quantize_cache,
             ops=operations(kernels),
-            exact_tokens=config.dspark_block_size + 1,
+            exact_tokens=config.dspark_block_size + 1 if exact_tokens is None else exact_tokens,
         )
         self.config, self.numerics, self.max_seq_len, self.parallel = config, arithmetic, max_seq_len, parallel
         world = parallel.world

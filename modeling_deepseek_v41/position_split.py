@@ -29,7 +29,8 @@ class PositionSplit:
         """Keys [slots, D, G] and a sequence's ``slot`` [1] to what the rank reads of the first ``count``, and their slot."""
         if self.group.size == 1:
             return keys, slot
-        return self.own(keys[:, :, :count].index_select(0, slot)), torch.zeros_like(slot)
+        by_tile = keys[:, :, :count].unflatten(-1, (-1, self.group.size, self.tile))
+        return by_tile[slot, :, :, self._place].flatten(-2), torch.zeros_like(slot)
 
     def best(self, chosen: Tensor, scores: Tensor, positions: Tensor) -> Tensor:
         """A rank's ``chosen`` [n, k] of ``scores`` and ``positions`` [n, own], -1 for none, in the form that ``merge`` takes.

@@ -4,6 +4,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -16,6 +17,11 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, bos_token_id: int | None) -> None:
         self._tokenizer, self.bos_token_id = tokenizer, bos_token_id
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickling; the library's own forgets that nothing is a special token."""
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """``text`` as token ids, after the configuration's beginning-of-sequence id where it has one and ``bos`` is set.

@@ -217,3 +217,17 @@ def test_fp8_exact_gives_the_bits_of_fp4_bytes(stored: StoredExperts, tokens: in
         for kind, rows in (("fp8_exact", 3), ("fp4_bytes", None))
     )
     assert torch.equal(found, expected)
+
+
+@KERNELS
+@TOKENS
+def test_parts_of_a_sum_stay_fp32(tokens: int, kernels: str) -> None:
+    """Of a part of an expert's columns, also where all of a row's routed experts are another rank's."""
+    a = arithmetic("release", kernels)
+    experts, shared = bank(a, EXPERTS, "bf16"), bank(a, SHARED, "bf16")
+    experts.whole = shared.whole = False
+    x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    for chosen in (3, 8):
+        ids, weights = torch.full((1, tokens, 2), chosen), torch.ones(1, tokens, 2)
+        y = local_experts(x, ids, weights, experts, shared, 0.0)
+        assert y.dtype == torch.float32 and not torch.equal(y, y.bfloat16().float())

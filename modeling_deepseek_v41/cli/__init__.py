@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import DeepseekV41Error, RequestError
-from . import generate, inspect, score, shard, verify
+from . import generate, inspect, plan, score, shard, verify
+from .failures import explained
+from .ranks import is_silent
 
-COMMANDS = (generate, score, inspect, verify, shard)
+COMMANDS = (generate, score, inspect, verify, shard, plan)
 
 EPILOG = """\
 examples:
@@ -20,6 +22,7 @@ examples:
   deepseek-v41 score --model-path CKPT --text "The ferry leaves at seven."
   deepseek-v41 verify --model-path CKPT --golden GOLDEN
   deepseek-v41 shard --model-path CKPT --out DIR --world-size 8
+  deepseek-v41 plan --config CKPT --world-size 64
 
 CKPT is a folder in the format of the DeepSeek-V4.1-Flash release: config.json, tokenizer.json and safetensors files.
 Exit codes: 0 done, 1 a check failed, 2 the input cannot be used, 130 interrupted.
@@ -63,20 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 0
-    except DeepseekV41Error as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except MemoryError as error:
-        print(f"error: not enough memory {error}; lower --max-seq-len or --max-batch", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return 2
+    except (DeepseekV41Error, KeyboardInterrupt, MemoryError, OSError) as error:
+        code, words = explained(error)
+        if isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        elif not is_silent():
+            print(words if isinstance(error, KeyboardInterrupt) else f"error: {words}", file=sys.stderr)
     return int(code)

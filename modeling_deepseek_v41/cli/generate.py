@@ -2,20 +2,24 @@
 """``deepseek-v41 generate``: continue prompts."""
 
 import argparse
+import dataclasses
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from ..dspark.options import Speculation
 from ..engine import Engine
 from ..errors import RequestError
+from ..parallel import Parallel
 from ..request import Completion, Request, TokenLogprobs, check_request
 from ..sampling import SamplingOptions
 from ..text import TextTokenizer
 from .loaded import Loaded, Opened, add_model_arguments, load, open_checkpoint
 from .output import console, number, print_json, printable, quoted, rate, rate_words, speculation_lines, texts
+from .ranks import on_ranks
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -28,6 +32,8 @@ examples:
   deepseek-v41 generate --model-path CKPT --prompt A --prompt B --temperature 0.8 --top-p 0.95 --seed 1
   deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --speculate
   deepseek-v41 generate --model-path CKPT --prompt-file story.txt --stop "THE END" --json
+  deepseek-v41 generate --model-path CKPT --prompt "Once upon a time" --world-size 2
+  torchrun --nproc-per-node 2 -m modeling_deepseek_v41 generate --model-path CKPT --prompt "Once upon a time"
   echo -n "Once" | deepseek-v41 generate --model-path CKPT --prompt-file - --logprobs 3
 """
 
@@ -90,8 +96,22 @@ def add_parser(subparsers: Any) -> None:
     )
 
 
+class Job(NamedTuple):
+    """What all ranks do: the same requests, seeds included."""
+
+    args: argparse.Namespace
+    opened: Opened
+    prompts: list[str]
+    requests: list[Request]
+    speculation: Speculation | None
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; raises the package's errors for what cannot be used."""
+    return on_ranks(args, _prepare, _generate)
+
+
+def _prepare(args: argparse.Namespace) -> Job:
     prompts = texts(args.prompt, args.prompt_file, "prompt")
     options = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
     if options.is_greedy and (args.top_k or args.top_p < 1 or args.seed is not None):
@@ -112,7 +132,12 @@ def run(args: argparse.Namespace) -> int:
             requests.append(_request(args, options, prompt, opened))
         except RequestError as error:
             raise RequestError(f"prompt {place} of {len(prompts)}: {error}") from None
-    loaded = load(args, opened)
+    return Job(args, opened, prompts, requests, speculation)
+
+
+def _generate(job: Job, parallel: Parallel) -> int:
+    args, opened, prompts, requests, speculation = job
+    loaded = load(args, opened, parallel)
     tokenizer = opened.tokenizer
     slots = min(args.max_batch, len(prompts))
     engine = Engine(loaded.model, tokenizer, max_batch=slots, progress=True, speculation=speculation)
@@ -136,10 +161,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace, options: SamplingOptions, prompt: str, opened: Opened) -> Request:
-    """The request for ``prompt``; raises RequestError where this checkpoint cannot serve it."""
+    """The request for ``prompt``, with a seed where it needs one; raises RequestError where the checkpoint cannot serve it."""
     ids = opened.tokenizer.encode(prompt)
     room = max(1, opened.max_seq_len - len(ids))
     new = min(DEFAULT_NEW_TOKENS, room) if args.max_new_tokens is None else args.max_new_tokens
+    if not options.is_greedy and options.seed is None:
+        options = dataclasses.replace(options, seed=secrets.randbits(63))
     request = Request(ids, new, options, stop_strings=args.stop, logprobs=args.logprobs)
     check_request(request, opened.config, opened.max_seq_len, has_tokenizer=True)
     return request

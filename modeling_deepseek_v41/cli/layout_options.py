@@ -35,6 +35,17 @@ def add_layout_arguments(parser: argparse.ArgumentParser, world_size: int | None
     return group
 
 
+def ranks_in_words(layout: Layout) -> str:
+    """``layout`` for people."""
+    by_id, by_columns = layout.expert_degrees(False)
+    drafter_by_id, drafter_by_columns = layout.expert_degrees(True)
+    return (
+        f"{layout.world_size} ranks: attention groups of {layout.attn_tp_degree}, wo_b reduced over the"
+        f" {layout.o_proj_reduce}; experts {by_id} x {by_columns} (by id x by columns), the drafter's {drafter_by_id} x"
+        f" {drafter_by_columns}; shared expert in {layout.shared_tp_degree} parts"
+    )
+
+
 def chosen_layout(args: argparse.Namespace, config: ModelConfig, world_size: int) -> Layout:
     """The division that ``args`` ask for; raises RequestError naming the degree that does not fit."""
     return make_layout(

@@ -14,10 +14,12 @@ from ..kernels.dispatch import KERNELS
 from ..loading import DEFAULT_MAX_SEQ_LEN, load_model
 from ..model import DeepseekV41Model
 from ..numerics import NUMERICS
+from ..parallel import Parallel
 from ..progress import format_bytes
 from ..shard_manifest import is_sharded
 from ..text import TextTokenizer, load_tokenizer
 from .config_summary import one_line, unknown_keys_warning
+from .layout_options import add_layout_arguments, ranks_in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what computes on the CPU: compiled loops (numba), or PyTorch alone (torch); auto is numba if installed",
     )
+    add_layout_arguments(parser, None, "processes of this machine that compute the model together (default: 1, or torchrun's)")
 
 
 def add_storage_arguments(group: Any) -> None:
@@ -115,12 +118,12 @@ def open_checkpoint(args: argparse.Namespace, drafter: bool = False) -> Opened:
     return Opened(config, tokenizer, length, weights, not_used, drafter)
 
 
-def load(args: argparse.Namespace, opened: Opened) -> Loaded:
-    """Reads the weights, with a progress bar on stderr; raises the package's errors."""
+def load(args: argparse.Namespace, opened: Opened, parallel: Parallel) -> Loaded:
+    """Reads the weights, or a rank's part of them, with a progress bar on stderr; raises the package's errors."""
     began = time.perf_counter()
     model = load_model(
         args.model_path, args.numerics, opened.max_seq_len, args.expert_weight_format, args.kernels, drafter=opened.drafter,
-        expert_exception_rows=args.expert_exception_rows,
+        parallel=parallel, expert_exception_rows=args.expert_exception_rows,
     )  # fmt: skip
     weights = f"{opened.weights}, loaded in {time.perf_counter() - began:.1f} s"
     if opened.not_used:
@@ -129,4 +132,6 @@ def load(args: argparse.Namespace, opened: Opened) -> Loaded:
         f"{args.numerics} numerics, {args.expert_weight_format} experts, {model.numerics.ops.name} kernels,"
         f" max_seq_len {model.max_seq_len}"
     )
+    if parallel.layout.world_size > 1:
+        numerics += f"; {ranks_in_words(parallel.layout)}"
     return Loaded(model, f"{one_line(opened.config)}; {numerics}", weights)

@@ -4,14 +4,16 @@
 import argparse
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from ..errors import RequestError
+from ..parallel import Parallel
 from ..score import Scorer, TextScore, text_tokens
-from .loaded import add_model_arguments, load, open_checkpoint
+from .loaded import Opened, add_model_arguments, load, open_checkpoint
 from .output import console, number, print_json, quoted, rate_words, texts
+from .ranks import on_ranks
 
 EPILOG = """\
 Log-probabilities are natural logarithms, each token given the beginning-of-sequence token and all tokens before it. Bits per
@@ -41,8 +43,20 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--json", action="store_true", help="a list of objects with the log-probability of every token")
 
 
+class Job(NamedTuple):
+    """What all ranks do."""
+
+    args: argparse.Namespace
+    opened: Opened
+    texts: list[str]
+
+
 def run(args: argparse.Namespace) -> int:
     """Scores and prints; raises the package's errors for what cannot be used."""
+    return on_ranks(args, _prepare, _score)
+
+
+def _prepare(args: argparse.Namespace) -> Job:
     given = texts(args.text, args.text_file, "text")
     opened = open_checkpoint(args)
     for place, text in enumerate(given, 1):
@@ -50,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
             text_tokens(text, opened.tokenizer, opened.config, opened.max_seq_len)
         except RequestError as error:
             raise RequestError(f"text {place} of {len(given)}: {error}") from None
-    loaded = load(args, opened)
+    return Job(args, opened, given)
+
+
+def _score(job: Job, parallel: Parallel) -> int:
+    args, opened, given = job
+    loaded = load(args, opened, parallel)
     scorer = Scorer(loaded.model, opened.tokenizer)
     began = time.perf_counter()
     scores = [scorer.text(text) for text in given]

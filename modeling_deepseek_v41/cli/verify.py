@@ -5,10 +5,13 @@ import argparse
 from typing import Any
 
 from ..kernels.dispatch import KERNELS
+from ..parallel import Parallel
 from ..verify.check import verify
-from ..verify.golden_set import MODES
+from ..verify.golden_set import MODES, GoldenSet
 from ..verify.table import print_report
+from .layout_options import add_layout_arguments
 from .output import console, print_json
+from .ranks import on_ranks
 
 DESCRIPTION = """\
 Runs a checkpoint against a golden set, which holds the outputs of the release's reference on it: every prompt's greedy ids
@@ -25,6 +28,7 @@ Exit codes: 0 within the tolerances, 1 outside, 2 something cannot be read.
 examples:
   deepseek-v41 verify --model-path tests/data/golden/tiny_a/ckpt --golden tests/data/golden/tiny_a
   deepseek-v41 verify --model-path CKPT --golden DIR --mode f32 --json
+  deepseek-v41 verify --model-path CKPT --golden DIR --world-size 2
 """
 
 
@@ -47,12 +51,23 @@ def add_parser(subparsers: Any) -> None:
         default="torch",
         help="the implementation of the operations to check (default: torch, whose sums come in the reference's order)",
     )
+    add_layout_arguments(parser, None, "processes of this machine to check together (default: 1, or torchrun's)")
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Verifies and prints; raises the package's errors for what cannot be used."""
-    report = verify(args.model_path, args.golden, args.mode, args.kernels, progress=not args.json)
+    return on_ranks(args, _prepare, _verify)
+
+
+def _prepare(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuses early what cannot be read."""
+    GoldenSet(args.golden).select_modes(args.mode)
+    return args
+
+
+def _verify(args: argparse.Namespace, parallel: Parallel) -> int:
+    report = verify(args.model_path, args.golden, args.mode, args.kernels, progress=not args.json, parallel=parallel)
     if args.json:
         print_json(report.as_dict())
     else:

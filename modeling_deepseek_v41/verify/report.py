@@ -107,6 +107,8 @@ class Report:
     model_path: str
     golden: str
     modes: list[ModeResult]
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    """Modes that were not checked, in words, and why."""
 
     @property
     def ok(self) -> bool:

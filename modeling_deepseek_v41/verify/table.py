@@ -27,6 +27,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"checkpoint {report.model_path}\ngolden set {report.golden}")
     for mode in report.modes:
         _print_mode(mode, console)
+    for words in report.left_out:
+        console.print(f"\nnot checked, {words}")
     console.print(Text("\n") + Text(", ").join(Text(f"{mode.mode} ") + _verdict(mode.ok) for mode in report.modes))
 
 
