@@ -21,7 +21,24 @@ LEAST_EXPONENT = -6
 LARGEST_BASE, LEAST_BASE = 127, -126
 """Row scales are normal fp32 powers of two."""
 
-_EMPTY = 1 << 20
+_EMPTY = 1 << 12
+_SHIFT = 8
+"""A group's power of two is at most so far from its row's where the row is exact."""
+
+
+def _tables() -> tuple[Tensor, Tensor, Tensor]:
+    """For every byte of two fp4 values: their highest and lowest exponent int16 [256], beyond any where both are zero; and
+    the two fp8 codes of the values times 2^(s - _SHIFT), int16 [s, 256], low byte first."""
+    mantissa, exponent = torch.frexp(FP4_PAIRS)
+    exponent, some = exponent.to(torch.int16) - 1, FP4_PAIRS != 0
+    highest, lowest = exponent.masked_fill(~some, -_EMPTY).amax(1), exponent.masked_fill(~some, _EMPTY).amin(1)
+    field = exponent + torch.arange(7 - _SHIFT, 8 + _SHIFT, dtype=torch.int16).view(-1, 1, 1)
+    fraction = (mantissa.abs() * 16 - 8).to(torch.int16)
+    code = torch.where(some, field.clamp(0, 15) << 3 | fraction, 0) | FP4_PAIRS.signbit().to(torch.int16) << 7
+    return highest, lowest, code[..., 0] | code[..., 1] << 8
+
+
+_HIGHEST, _LOWEST, _CODES = _tables()
 
 
 class ExactRows(NamedTuple):
@@ -41,23 +58,19 @@ def reencode(packed: Tensor, scale: Tensor) -> ExactRows:
     Of the bases that a row allows, the one nearest to its largest value is taken, so that the same weight always gets the
     same bytes. Host code for loading: shapes are static, nothing else is.
     """
-    n, k = packed.shape[0], 2 * packed.shape[1]
-    values = FP4_PAIRS[packed.to(torch.int64)].view(n, k)
-    mantissa, exponent = torch.frexp(values)
-    exponent = exponent.to(torch.int32) - 1
-    exponent = exponent + (scale.to(torch.int32) - 127).repeat_interleave(32, 1)
-    some = values != 0
-    highest = exponent.masked_fill(~some, -_EMPTY).amax(1)
-    lowest = exponent.masked_fill(~some, _EMPTY).amin(1)
+    n, groups = scale.shape
+    pairs = packed.view(n, groups, -1).to(torch.int32)
+    power = scale.to(torch.int32) - 127
+    highest = (_HIGHEST[pairs].amax(-1) + power).amax(1)
+    lowest = (_LOWEST[pairs].amin(-1) + power).amin(1)
     base = (highest - LARGEST_EXPONENT).clamp(LEAST_BASE, LARGEST_BASE)
     exact = (lowest - base >= LEAST_EXPONENT) & (highest - base <= LARGEST_EXPONENT)
-    zeros = ~some.any(1)
+    zeros = highest < lowest
     base = base.masked_fill(zeros | ~exact, 0)
     exact |= zeros
-    field = (exponent - base[:, None] + 7) << 3
-    fraction = (mantissa.abs() * 16 - 8).to(torch.int32)
-    bits = torch.where(some, field | fraction, 0) | (values.signbit().to(torch.int32) << 7)
-    return ExactRows(bits.masked_fill(~exact[:, None], 0).to(torch.uint8), base.to(torch.int16), exact)
+    shift = (power - base.unsqueeze(1)).clamp(-_SHIFT, _SHIFT) + _SHIFT
+    codes = _CODES.view(-1)[(shift << 8).unsqueeze(-1) + pairs].view(n, -1).view(torch.uint8)
+    return ExactRows(codes.masked_fill_(~exact.unsqueeze(1), 0), base.to(torch.int16), exact)
 
 
 def decode_codes(codes: Tensor) -> Tensor:

@@ -179,8 +179,8 @@ def speculation_is_greedy(found: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-def test_compiled_kernels_and_experts_as_bytes() -> None:
-    runs = [Run(TINY, prompts=FOUR, kernels="numba"), Run(TINY, prompts=FOUR, kernels="numba", experts="fp4_bytes")]
+def test_compiled_kernels_and_formats_of_experts() -> None:
+    runs = [Run(TINY, prompts=FOUR, kernels="numba", experts=kind) for kind in ("bf16", "fp4_bytes", "fp8_exact")]
     options = [{}, {"attn_tp_degree": 2, "moe_ep_degree": 2, "dspark_moe_ep_degree": 2}]
     check(run_ranks(4, rank_results, runs, options), runs, options)
 

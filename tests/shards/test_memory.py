@@ -41,7 +41,7 @@ print(most * 1024)
 def test_sharding_2_gb_takes_less_than_1_gb(tmp_path: Path) -> None:
     """The interpreter and PyTorch included."""
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    config["text_config"] |= {"n_routed_experts": 160, "dspark_n_routed_experts": 80}
+    config["text_config"] |= {"n_routed_experts": 176, "dspark_n_routed_experts": 88}
     config.pop("vision_config")
     write_checkpoint(config, tmp_path / "ckpt", seed=1, shard_bytes=256 << 20)
     stored = sum(file.stat().st_size for file in (tmp_path / "ckpt").glob("*.safetensors"))
