@@ -8,6 +8,7 @@ The package imports without NxDI; the first use of a name from here raises ``Mis
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _WHERE = {
@@ -20,7 +21,7 @@ _WHERE = {
     "generate_batch": "loop",
 }
 
-__all__ = ["MissingNxDI", *_WHERE]
+__all__ = ["MissingNxDI", "demo_main", *_WHERE]
 
 
 class MissingNxDI(ImportError):
@@ -30,6 +31,15 @@ class MissingNxDI(ImportError):
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_module(name), name)
+
+
+def demo_main() -> Callable[[Sequence[str] | None], int]:
+    """The command line's ``main``; raises MissingNxDI."""
+    return _module("inference_demo", "demo").main
+
+
+def _module(name: str, where: str | None = None) -> Any:
     for package in ("neuronx_distributed", "neuronx_distributed_inference"):
         if importlib.util.find_spec(package) is None:
             raise MissingNxDI(
@@ -37,4 +47,4 @@ def __getattr__(name: str) -> Any:
                 " neuronx-distributed-inference --extra-index-url https://pip.repos.neuron.amazonaws.com . On a plain CPU the"
                 " model runs without it (deepseek-v41 generate); docs/nxdi.md says how to run NxD Inference from its sources"
             )
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return importlib.import_module(f"{__name__}.{where or _WHERE[name]}")

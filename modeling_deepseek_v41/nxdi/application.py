@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import RequestError
-from ..hf.modeling import DeepseekV41ForCausalLM
 from .config import DeepseekV41InferenceConfig, add_drafter_config
 from .fused import NeuronDSparkFusedSpecModel
+from .reference import ReferenceModel
 from .traced import NeuronDeepseekV41Model
 from .weights import load_strictly, rank_state_dict
 from .wrapper import DeepseekV41ModelWrapper
@@ -57,9 +57,9 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
         super().enable_context_encoding(**model_init_kwargs)
 
     @staticmethod
-    def load_hf_model(model_path: str, numerics: str = "release") -> DeepseekV41ForCausalLM:
+    def load_hf_model(model_path: str, numerics: str = "release") -> ReferenceModel:
         """The model on plain CPU, which accuracy checks compare with. On an instance, in the instance's own arithmetic."""
-        return DeepseekV41ForCausalLM.from_pretrained(model_path, numerics=numerics)
+        return ReferenceModel.from_pretrained(model_path, numerics=numerics)
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The tensors of this process's rank, where a process is one rank; else of all that there is one of."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NxDI's wrapper around the graphs of one stage, which owns how a batch is split into graph calls."""
 
+import time
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_
 from torch import Tensor
 
 from .chunks import Batch, check_slots, groups, merge, prompt_chunks, step_inputs
+from .counts import Counts
 
 
 class DeepseekV41ModelWrapper(ModelWrapper):
@@ -17,8 +19,9 @@ class DeepseekV41ModelWrapper(ModelWrapper):
     keeps the state, which a device keeps through aliases; so its results are the same in both places.
     """
 
-    calls = 0
-    """Graph calls so far."""
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.counts = Counts()
 
     def forward(self, *args: Any, pad_type: str = "first_fit") -> list[Tensor]:
         """NxDI's inputs of B rows, of which the first five count, to the results of every row (the module's ``forward``)."""
@@ -48,13 +51,24 @@ class DeepseekV41ModelWrapper(ModelWrapper):
 
     def _call(self, batch: Batch) -> list[Tensor]:
         """One graph call: its results, without the state, which is kept."""
-        self.calls += 1
+        began = time.perf_counter()
         unused = torch.zeros(batch.seq_ids.shape, dtype=torch.int32)
         found = self._forward(*(tensor.contiguous() for tensor in batch), unused, unused)
         if self.is_neuron():
-            return [found] if isinstance(found, Tensor) else list(found)
-        self.model.store(found[self.model.results :])
-        return found[: self.model.results]
+            results = [found] if isinstance(found, Tensor) else list(found)
+        else:
+            self.model.store(found[self.model.results :])
+            results = found[: self.model.results]
+        self._count(batch, results[0], time.perf_counter() - began)
+        return results
+
+    def _count(self, batch: Batch, tokens: Tensor, seconds: float) -> None:
+        active = batch.seq_ids >= 0
+        self.counts.calls += 1
+        self.counts.rows += int(active.sum())
+        fused = self.neuron_config.enable_fused_speculation
+        self.counts.tokens += int((tokens[active] >= 0).sum()) if fused else int(active.sum())
+        self.counts.seconds += seconds
 
 
 def _widened(tensor: Tensor, shape: torch.Size) -> Tensor:
