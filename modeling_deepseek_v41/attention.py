@@ -11,6 +11,7 @@ from .config import ModelConfig
 from .indexer import Indexer
 from .linear import Linear, RMSNorm, frozen
 from .numerics import Arithmetic
+from .parallel import ColumnParallelLinear, Parallel, RowParallelLinear, own_part, place_of
 from .rope import rotate
 from .rows import PREFILL_TILE
 from .state import Call, State, windows
@@ -35,25 +36,30 @@ class Rotary(NamedTuple):
 
 
 class Attention(nn.Module):
-    """The attention sublayer of one layer; sources own a compressor and an indexer beside it."""
+    """The attention sublayer of one layer; sources own a compressor and an indexer beside it.
 
-    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
+    Heads, and with them the groups of the output projection, are split over the attention group; the rest is on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic, parallel: Parallel):
         super().__init__()
-        c = config
+        c, group = config, parallel.attention
         self.ring, self.numerics, self.window = f"swa.{layer}", arithmetic, c.sliding_window
-        self.heads, self.dim, self.groups = c.num_attention_heads, c.head_dim, c.o_groups
+        self.heads, self.dim, self.groups = c.num_attention_heads // group.size, c.head_dim, c.o_groups // group.size
         self.ratio = c.compress_ratios[layer]
         self.wq_a = Linear(c.hidden_size, c.q_lora_rank, arithmetic, fp8=True)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, arithmetic)
-        self.wq_b = Linear(c.q_lora_rank, self.heads * self.dim, arithmetic, fp8=True)
+        self.wq_b = ColumnParallelLinear(c.q_lora_rank, c.num_attention_heads * self.dim, arithmetic, group, fp8=True)
         self.wkv = Linear(c.hidden_size, self.dim, arithmetic, fp8=True)
         self.kv_norm = RMSNorm(self.dim, c.rms_norm_eps, arithmetic)
         self.attn_sink = frozen(self.heads)
-        self.wo_a = Linear(self.heads * self.dim // self.groups, self.groups * c.o_lora_rank, arithmetic, fp8=True)
-        self.wo_b = Linear(self.groups * c.o_lora_rank, c.hidden_size, arithmetic, fp8=True)
+        heads_in, latent = self.heads * self.dim // self.groups, c.o_groups * c.o_lora_rank
+        self.wo_a = ColumnParallelLinear(heads_in, latent, arithmetic, group, fp8=True)
+        self.wo_b = RowParallelLinear(latent, c.hidden_size, arithmetic, parallel.o_proj, fp8=True)
+        self.group_numbers, self.repeats = parallel.layout.group_numbers, parallel.o_proj.size // group.size
         self.source = c.kv_source(layer) if self.ratio else None
         self.compressor = Compressor(c, layer, arithmetic) if layer in c.kv_source_layer_ids else None
-        self.indexer = Indexer(c, layer, arithmetic) if layer in c.index_source_layer_ids else None
+        self.indexer = Indexer(c, layer, arithmetic, parallel) if layer in c.index_source_layer_ids else None
 
     def forward(self, x: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection) -> tuple[Tensor, Selection]:
         """x = attn_norm(collapse(streams)) [B, T, d] to the sublayer's output [B, T, d] and the selection to hand on."""
@@ -73,10 +79,10 @@ class Attention(nn.Module):
         far = (state[f"ckv.{self.source}"], selection.topk_idxs) if self.ratio else None
         o = numerics.ops.attend(q, kv, self.ring, far, table, self.attn_sink, self.window, state, numerics)
         state.write_ring(self.ring, kv)
-        return self.output(o), selection
+        return self.output(o, call.rank), selection
 
     def queries(self, quantised: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input after QDQ [B, T, d] to queries before rotation [B, T, H, D] and qr after QDQ [B, T, q rank]."""
+        """The sublayer's input after QDQ [B, T, d] to the rank's queries [B, T, h, D], not rotated, and qr after QDQ."""
         qr = self.numerics.activation(self.q_norm(self.wq_a(quantised)))
         return self.wq_b(qr).unflatten(-1, (self.heads, self.dim)), qr
 
@@ -84,11 +90,14 @@ class Attention(nn.Module):
         """The same input and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""
         return self.numerics.window_kv(self.numerics.ops.rotate(self.kv_norm(self.wkv(quantised)), table, self.numerics))
 
-    def output(self, o: Tensor) -> Tensor:
-        """The heads' values [B, T, H, D] through the grouped projection and wo_b: [B, T, d]."""
+    def output(self, o: Tensor, rank: Tensor) -> Tensor:
+        """The rank's heads' values [B, T, h, D] through the grouped projection and wo_b: [B, T, d], the same on every rank."""
         weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
         low = self.numerics.ops.grouped(o.unflatten(2, (self.groups, -1)).flatten(-2), weight, self.numerics)
-        return self.wo_b(self.numerics.activation(low.flatten(-2)))
+        low = self.numerics.activation(low.flatten(-2))
+        if self.repeats > 1:
+            low = own_part(low, low.shape[-1], self.repeats, place_of(self.group_numbers, rank))
+        return self.wo_b(low)
 
 
 Far = tuple[Tensor, Tensor]

@@ -5,11 +5,13 @@
 around it reads nothing on the host (docs/model.md, section 7).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint.reader import Checkpoint
+from .checkpoint.rank import Source
 from .errors import RequestError
 from .formats import decode_fp4
 from .linear import fill, frozen, sigmoid
@@ -23,14 +25,17 @@ class ExpertBank(nn.Module):
 
     ``decoded`` keeps them in the arithmetic's dtype, which holds every fp4 weight exactly; ``bytes`` keeps the stored
     nibbles [E, n, k/2] and scales [E, n, k/32] (uint8) and decodes the chosen experts at each use: a quarter of the
-    memory, slower.
+    memory, slower. ``whole``: whether all of each expert is here; of a part of its columns the result is a part of a sum and
+    stays fp32. ``share``: what its results are multiplied by, where other ranks hold the same expert and add it up too.
     """
 
-    def __init__(self, experts: int, d: int, inter: int, arithmetic: Arithmetic, storage: str):
+    def __init__(
+        self, experts: int, d: int, inter: int, arithmetic: Arithmetic, storage: str, whole: bool = True, share: float = 1.0
+    ):
         super().__init__()
         if storage not in EXPERT_STORAGE:
             raise RequestError(f"expert_storage: expected one of {', '.join(EXPERT_STORAGE)}, found {storage!r}")
-        self.inter, self.arithmetic = inter, arithmetic
+        self.inter, self.arithmetic, self.whole, self.share = inter, arithmetic, whole, share
         as_bytes = storage == "bytes"
         pack, kind = (2, torch.uint8) if as_bytes else (1, arithmetic.dtype)
         self.w13 = frozen(experts, 2 * inter, d // pack, dtype=kind)
@@ -43,7 +48,7 @@ class ExpertBank(nn.Module):
         """w13 and w2, each followed by its scales where they are kept as bytes."""
         return [tensor for tensor in (self.w13, self.w13_scale, self.w2, self.w2_scale) if tensor is not None]
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``.{e}.{w1,w2,w3}.{weight,scale} of every expert."""
         for key, parameter in list(self.named_parameters()):
             fill(self, key, torch.empty(parameter.shape, dtype=parameter.dtype))
@@ -82,35 +87,38 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
 
 _LIBRARY = torch.library.Library("deepseek_v41", "DEF")
 _LIBRARY.define(
-    "local_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] bank, Tensor[] shared, float limit, ScalarType dtype,"
-    " bool quantize, int exact_tokens, str kernels) -> Tensor"
+    "local_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] bank, bool whole, Tensor[] shared, bool shared_whole,"
+    " float share, float limit, ScalarType dtype, bool quantize, int exact_tokens, str kernels) -> Tensor"
 )
 
 
 def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
     """Each row's chosen experts, weighted, and the ``shared`` one: x [B, T, d] fp32, ids, weights [B, T, k] to [B, T, d] fp32.
 
+    An id of E, the bank's number of experts, is another rank's expert and adds nothing.
     Per expert: gate, up = x W13^T rounded to the arithmetic's dtype, h = silu(gate) * up * routing weight, rounded, fp8
     QDQ where the arithmetic asks for it, y = h W2^T rounded; summed in fp32. x has passed that QDQ already. Rows of decode
     (T <= exact_tokens) run one by one.
     """
     a = bank.arithmetic
     return torch.ops.deepseek_v41.local_experts(
-        x, ids, weights, bank.tensors, shared.tensors, limit, a.dtype, a.quantize_activations, a.exact_tokens, a.ops.name
-    )
+        x, ids, weights, bank.tensors, bank.whole, shared.tensors, shared.whole, shared.share, limit,
+        a.dtype, a.quantize_activations, a.exact_tokens, a.ops.name,
+    )  # fmt: skip
 
 
 @torch.library.impl(_LIBRARY, "local_experts", "CPU")
 def _local_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], shared: list[Tensor], limit: float, dtype: torch.dtype,
-    quantize: bool, exact_tokens: int, kernels: str,
+    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
+    share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
     from .kernels.dispatch import operations
 
     arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
     rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else expert_by_expert
-    return run(rows, chosen, routing, as_bank(bank), as_bank(shared), limit, arithmetic).view(x.shape)
+    banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
+    return run(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
 
 
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
@@ -118,16 +126,27 @@ def _shape(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
 
 
-Bank = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
-"""w13, its scales, w2, its scales; scales where the weights are kept as bytes."""
+class Bank(NamedTuple):
+    """The tensors and facts of an ``ExpertBank``; scales where the weights are kept as bytes."""
+
+    w13: Tensor
+    w13_scale: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor | None
+    whole: bool
+    share: float
+
+    def round(self, y: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """Results of w2, rounded where they are whole."""
+        return arithmetic.round(y) if self.whole else y
 
 
-def as_bank(tensors: list[Tensor]) -> Bank:
+def as_bank(tensors: list[Tensor], whole: bool, share: float = 1.0) -> Bank:
     """The inverse of ``ExpertBank.tensors``."""
     if len(tensors) == 2:
-        return tensors[0], None, tensors[1], None
+        return Bank(tensors[0], None, tensors[1], None, whole, share)
     w13, w13_scale, w2, w2_scale = tensors
-    return w13, w13_scale, w2, w2_scale
+    return Bank(w13, w13_scale, w2, w2_scale, whole, share)
 
 
 def _weight(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
@@ -138,21 +157,26 @@ def expert_rows(
     x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
     """The chosen and the shared expert's sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
-    sums = []
+    experts, sums = bank.w13.shape[0], []
     for row, row_ids in enumerate(ids.tolist()):
-        token = x[row : row + 1]
-        routed = _one_row(token, row_ids, routing[row], bank, limit, arithmetic)
-        sums.append(routed + _one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic))
+        token, weights = x[row : row + 1], routing[row]
+        y = _one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic)
+        if max(row_ids) == experts:
+            weights = weights[ids[row] < experts]
+            row_ids = [expert for expert in row_ids if expert < experts]
+        if row_ids:
+            y = _one_row(token, row_ids, weights, bank, limit, arithmetic) + y
+        sums.append(y)
     return torch.cat(sums)
 
 
 def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    w13, s13, w2, s2 = bank
+    w13, s13, w2, s2, _, share = bank
     token = x.to(w13.dtype if s13 is None else torch.float32)
     gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in ids])
     h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
     y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(ids)])
-    return arithmetic.round(y).sum(0, keepdim=True)
+    return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 
 def expert_by_expert(
@@ -161,9 +185,9 @@ def expert_by_expert(
     """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=bank[0].shape[0]).tolist()
+    counts = ids.flatten().bincount(minlength=bank.w13.shape[0] + 1).tolist()
     out = torch.zeros_like(x)
-    for expert, places in enumerate(order.split(counts)):
+    for expert, places in enumerate(order.split(counts)[:-1]):
         if counts[expert]:
             rows = places // k
             out.index_add_(0, rows, _one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
@@ -171,7 +195,7 @@ def expert_by_expert(
 
 
 def _one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    w13, s13, w2, s2 = bank
+    w13, s13, w2, s2, _, share = bank
     gate_up = arithmetic.round(F.linear(x, _weight(w13, s13, expert).float()))
     h = arithmetic.ops.swiglu(gate_up, routing, limit, arithmetic)
-    return arithmetic.round(F.linear(h, _weight(w2, s2, expert).float()))
+    return bank.round(F.linear(h, _weight(w2, s2, expert).float()), arithmetic) * share

@@ -26,11 +26,14 @@ def decode_ue8m0(scale: Tensor) -> Tensor:
     return bits.masked_fill(scale == 0, 1 << (MANTISSA_BITS - 1)).view(torch.float32)
 
 
-def decode_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An fp8 weight [n, k] (e4m3fn) with ue8m0 scales [ceil(n/32), ceil(k/32)] (uint8) to ``dtype``; exact in bf16 and fp32."""
+def decode_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, skip: int = 0) -> Tensor:
+    """An fp8 weight [n, k] (e4m3fn) with ue8m0 scales [ceil(n/32), ceil(k/32)] (uint8) to ``dtype``; exact in bf16 and fp32.
+
+    ``skip``: how many rows of the first row of scales lie before the weight's first.
+    """
     n, k = weight.shape
     wide = decode_ue8m0(scale).repeat_interleave(32, 1)[:, :k]
-    return (weight.float() * wide.repeat_interleave(32, 0)[:n]).to(dtype)
+    return (weight.float() * wide.repeat_interleave(32, 0)[skip : skip + n]).to(dtype)
 
 
 def decode_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

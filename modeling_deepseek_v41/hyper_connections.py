@@ -7,7 +7,7 @@ Source: docs/model.md, section 3. All coefficients are fp32; ``comb`` is indexed
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.reader import Checkpoint
+from .checkpoint.rank import Source
 from .config import ModelConfig
 from .linear import fill, frozen, rms_norm, rms_scale, sigmoid
 from .numerics import Arithmetic
@@ -31,7 +31,7 @@ class HyperConnection(nn.Module):
         raw = self.arithmetic.ops.linear(x.flatten(-2), self.fn, False, self.arithmetic)
         return self.arithmetic.ops.mixes(raw, x, self.scale, self.base, self.rounds, self.eps, self.norm_eps, self.arithmetic)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``_fn, _base and _scale [3], the last spread over the mixes that it scales."""
         spread = torch.tensor([self.hc, self.hc, self.hc * self.hc])
         fill(self, "fn", checkpoint.tensor(f"{name}_fn").clone())

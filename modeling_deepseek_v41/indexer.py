@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from .config import ModelConfig
 from .linear import Linear, RMSNorm
 from .numerics import Arithmetic
+from .parallel import Parallel
+from .position_split import PositionSplit
 from .rows import PREFILL_TILE
 from .state import GROUP_TILE, Call, State, groups_read
 from .topk import top_positions
@@ -16,8 +18,9 @@ from .topk import top_positions
 class Indexer(nn.Module):
     """Selection of an index source layer. Keys exist at kv sources only; every source scores against its own source's keys."""
 
-    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic, parallel: Parallel):
         super().__init__()
+        self.group = parallel.attention
         self.config, self.layer, self.numerics = config, layer, arithmetic
         self.source, self.ratio = config.kv_source(layer), config.compress_ratios[layer]
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
@@ -48,49 +51,60 @@ class Indexer(nn.Module):
         weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
         tokens = x.shape[1]
         tile = 1 if tokens <= numerics.exact_tokens else PREFILL_TILE
-        keys = state[f"ikey.{self.source}"]
-        count = groups_read(call, self.ratio, keys.shape[2])
-        chosen, blocks = [], []
+        cache = state[f"ikey.{self.source}"]
+        count = groups_read(call, self.ratio, cache.shape[2])
+        split, size = PositionSplit(self.group, call.rank), self.config.candidate_block_size
+        positions = split.own(torch.arange(count, device=x.device))
+        chosen, maxima = [], []
         for row in range(x.shape[0]):
-            slot = call.slot[row : row + 1].clamp_min(0)
+            keys, slot = split.keys(cache, call.slot[row : row + 1].clamp_min(0), count)
             for first in range(0, tokens, tile):
                 part = slice(first, first + tile)
-                scores = numerics.ops.index_scores(query[row, part], weights[row, part], keys, slot, count, numerics)
-                seen = call.reach[row, part, None] // self.ratio
-                visible = torch.arange(scores.shape[-1], device=x.device) < seen
+                scores = numerics.ops.index_scores(
+                    query[row, part], weights[row, part], keys, slot, positions.shape[0], numerics, split.tile
+                )
+                visible = positions < call.reach[row, part, None] // self.ratio
                 if self.is_candidate_source:
-                    blocks.append(self._candidate_blocks(scores, visible, seen))
+                    maxima.append(_block_maxima(scores.masked_fill(~visible, -torch.inf), size))
                 elif self.uses_candidates and candidates is not None:
-                    size = self.config.candidate_block_size
-                    allowed = candidates[row, part].repeat_interleave(size, -1)[..., : scores.shape[-1]]
-                    visible = visible & allowed
-                chosen.append(numerics.ops.top_ascending(scores, visible, self.config.index_topk))
+                    allowed = split.own(candidates[row, part], GROUP_TILE // size)
+                    visible = visible & allowed.repeat_interleave(size, -1)[..., : scores.shape[-1]]
+                own = numerics.ops.top_ascending(scores, visible, self.config.index_topk)
+                chosen.append(split.best(own, scores, positions))
+        blocks = torch.cat(maxima) if maxima else None
+        topk_idxs, blocks = split.merge(torch.cat(chosen), blocks, size, self.config.index_topk, numerics)
         shape = (x.shape[0], tokens)
-        if blocks:
-            candidates = torch.cat(blocks).unflatten(0, shape)
-        return torch.cat(chosen).unflatten(0, shape), candidates
+        if blocks is not None:
+            candidates = self._candidate_blocks(blocks, call.reach.view(-1, 1) // self.ratio).unflatten(0, shape)
+        return topk_idxs.unflatten(0, shape), candidates
 
-    def _candidate_blocks(self, scores: Tensor, visible: Tensor, seen: Tensor) -> Tensor:
-        """The best blocks of each row by their highest visible score, the newest one pinned: bool [n, blocks]."""
+    def _candidate_blocks(self, best: Tensor, seen: Tensor) -> Tensor:
+        """Every row's blocks with the highest of ``best`` [n, blocks], the newest one of ``seen`` pinned: bool [n, blocks]."""
         size, most = self.config.candidate_block_size, self.config.candidate_topk_blocks
-        padded = F.pad(scores.masked_fill(~visible, -torch.inf), (0, -scores.shape[-1] % size), value=-torch.inf)
-        best = padded.unflatten(-1, (-1, size)).amax(-1)
-        blocks = torch.arange(best.shape[-1], device=scores.device)
+        blocks = torch.arange(best.shape[-1], device=best.device)
         best = best.masked_fill((blocks == (seen - 1) // size) & (seen > 0), torch.inf)
         chosen = top_positions(best, min(most, best.shape[-1]))
         return torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True) & (best > -torch.inf)
 
 
-def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic) -> Tensor:
+def _block_maxima(scores: Tensor, size: int) -> Tensor:
+    """The highest of every ``size`` scores [n, groups]: [n, blocks]; the last block may be shorter."""
+    padded = F.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
+    return padded.unflatten(-1, (-1, size)).amax(-1)
+
+
+def index_scores(
+    query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic, tile: int = GROUP_TILE
+) -> Tensor:
     """sum over heads of weight * relu(q . k): query [n, heads, D], weights [n, heads], keys [slots, D, G] to [n, count] fp32.
 
-    ``slot`` [1] int64 says whose keys; the first ``count`` groups are scored.
+    ``slot`` [1] int64 says whose keys; the first ``count`` groups are scored, ``tile`` of them per matrix product.
 
     In release numerics every step is rounded to bf16, the sum over heads is accumulated in fp32.
     """
     flat = query.float().flatten(0, 1)
     scores = []
-    for tile in keys[:, :, :count].index_select(0, slot)[0].split(GROUP_TILE, -1):
-        dots = torch.matmul(flat, tile.float()).to(arithmetic.dtype).unflatten(0, query.shape[:2])
+    for some in keys[:, :, :count].index_select(0, slot)[0].split(tile, -1):
+        dots = torch.matmul(flat, some.float()).to(arithmetic.dtype).unflatten(0, query.shape[:2])
         scores.append((dots.relu_() * weights.unsqueeze(-1)).float().sum(1))
     return arithmetic.round(torch.cat(scores, -1))

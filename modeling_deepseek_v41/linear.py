@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint.reader import Checkpoint
-from .formats import decode_fp8
+from .checkpoint.rank import Source
 from .numerics import Arithmetic
 
 SLICE_BYTES = 64 << 20
@@ -43,30 +42,27 @@ class Linear(nn.Module):
         """x [B, T, k] fp32 to [B, T, n] fp32."""
         return self.arithmetic.ops.linear(x, self.weight, self.rounds, self.arithmetic)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time."""
         n, k = self.weight.shape
         step = max(32, SLICE_BYTES // (4 * k) // 32 * 32)
         weight = torch.empty(n, k)
         for row in range(0, n, step):
             stop = min(row + step, n)
-            stored = checkpoint.rows(f"{name}.weight", row, stop)
-            if self.fp8:
-                stored = decode_fp8(stored, checkpoint.rows(f"{name}.scale", row // 32, -(-stop // 32)))
-            weight[row:stop] = stored
+            weight[row:stop] = checkpoint.linear(name, row, stop)
         fill(self, "weight", weight)
 
 
 class Embedding(nn.Module):
-    """Token embedding, weight [vocab, d] bf16 as stored; one process holds all rows, from rank 0 on."""
+    """A table of rows [rows, d] bf16 as stored."""
 
-    def __init__(self, vocab: int, d: int):
+    def __init__(self, rows: int, d: int):
         super().__init__()
-        self.weight = frozen(vocab, d, dtype=torch.bfloat16)
+        self.weight = frozen(rows, d, dtype=torch.bfloat16)
 
-    def forward(self, ids: Tensor, rank: Tensor) -> Tensor:
-        """ids [B, T] int64 and this process's rank [1] to [B, T, d] fp32."""
-        return F.embedding(ids - rank * self.weight.shape[0], self.weight).float()
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] to [..., d] fp32."""
+        return F.embedding(ids, self.weight).float()
 
 
 class RMSNorm(nn.Module):

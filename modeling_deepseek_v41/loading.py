@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .checkpoint.rank import RankCheckpoint, Source
 from .checkpoint.reader import Checkpoint
-from .checkpoint.spec import is_vision
 from .config import load_config
 from .dspark.drafter import Drafter
 from .dspark.step import draft_and_verify
@@ -16,7 +16,9 @@ from .errors import RequestError
 from .linear import fill
 from .model import DeepseekV41Model
 from .numerics import numerics_by_name
+from .parallel import SINGLE, Parallel
 from .rope import rope_table
+from .shard_plan import ShardPlan
 from .state import allocate
 
 DEFAULT_MAX_SEQ_LEN = 8192
@@ -31,6 +33,7 @@ def load_model(
     kernels: str = "auto",
     progress: bool = True,
     drafter: bool = False,
+    parallel: Parallel = SINGLE,
 ) -> DeepseekV41Model:
     """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``.
 
@@ -38,7 +41,8 @@ def load_model(
     are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``expert_storage``:
     decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py), whose loops are compiled here.
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
-    drafter's where it is not asked for, are checked but not read.
+    drafter's where it is not asked for, are checked but not read. ``parallel``: the ranks that compute the model together;
+    each calls this and reads its own parts (shard_plan.py).
     """
     config = load_config(folder)
     arithmetic = numerics_by_name(numerics)
@@ -49,17 +53,19 @@ def load_model(
     if drafter and not config.num_nextn_predict_layers:
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
     checkpoint = Checkpoint(folder, config, progress=progress)
+    plan = ShardPlan(config, parallel.layout, parallel.rank)
+    source = RankCheckpoint(checkpoint, plan)
     with torch.device("meta"):
-        model = DeepseekV41Model(config, arithmetic, length, expert_storage, kernels)
-    load_weights(model, checkpoint)
+        model = DeepseekV41Model(config, arithmetic, length, expert_storage, kernels, parallel)
+    load_weights(model, source)
     model.rope_plain = rope_table(config, False, length)
     if drafter:
         with torch.device("meta"):
-            stages = Drafter(config, model.numerics, expert_storage)
-        load_weights(stages, checkpoint)
+            stages = Drafter(config, model.numerics, expert_storage, parallel)
+        load_weights(stages, source)
         stages.rope_plain = model.rope_plain
         model.add_drafter(stages)
-    checkpoint.finish(lambda name: is_vision(name) or (not drafter and name.startswith("mtp.")))
+    checkpoint.finish(lambda name: not plan.holds(name) or (not drafter and name.startswith("mtp.")))
     model.rope_compressed = rope_table(config, True, length)
     model.token_map = (
         token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
@@ -75,17 +81,17 @@ def warm_up(model: DeepseekV41Model) -> None:
     So loops are compiled, or read from their cache, before anything is timed.
     """
     state = allocate(model.state_spec(1))
-    zero, read = torch.zeros(1, dtype=torch.int64), model.max_seq_len
+    zero, rank, read = torch.zeros(1, dtype=torch.int64), model.parallel.rank_tensor(), model.max_seq_len
     with torch.inference_mode():
         for tokens in (1, model.numerics.exact_tokens + 1):
             ids = zero.expand(1, tokens)
-            model(ids, zero, torch.tensor([tokens]), zero, zero, *state, read_len=read)
+            model(ids, zero, torch.tensor([tokens]), zero, rank, *state, read_len=read)
         if model.drafter is not None:
             one = zero + 1
-            draft_and_verify(model, model.drafter, zero, zero, one, zero, zero, state, num_draft_tokens=1, read_len=read)
+            draft_and_verify(model, model.drafter, zero, zero, one, zero, rank, state, num_draft_tokens=1, read_len=read)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, prefix: str = "") -> None:
+def load_weights(model: nn.Module, checkpoint: Source, prefix: str = "") -> None:
     """Fills ``model``, whose module names are the checkpoint's; ``prefix`` stands before them (such as ``mtp.0.``).
 
     A module with a ``load`` method reads its own tensors and decides how it keeps them; other parameters are read under

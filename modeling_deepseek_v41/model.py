@@ -12,9 +12,10 @@ from .engram.hashing import engram_layouts, lookback
 from .engram.layer import Engram
 from .hyper_connections import HyperConnection
 from .kernels.dispatch import operations
-from .linear import Embedding, Linear, RMSNorm
+from .linear import RMSNorm
 from .moe import MoE
 from .numerics import Arithmetic, Numerics
+from .parallel import SINGLE, ColumnParallelLinear, Parallel, ParallelEmbedding
 from .rope import rope_table
 from .state import Call, State, StateSpec, make_call, state_spec, windows
 
@@ -31,6 +32,7 @@ class Block(nn.Module):
         layer: int,
         arithmetic: Arithmetic,
         expert_storage: str,
+        parallel: Parallel,
         attention: type[Attention] = Attention,
     ):
         super().__init__()
@@ -39,9 +41,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, arithmetic)
         self.hc_attn = HyperConnection(config, arithmetic)
         self.hc_ffn = HyperConnection(config, arithmetic)
-        self.attn = attention(config, layer, arithmetic)
+        self.attn = attention(config, layer, arithmetic, parallel)
         self.engram: Engram | None = None
-        self.ffn = MoE(config, arithmetic, layer >= config.num_hidden_layers, expert_storage)
+        self.ffn = MoE(config, arithmetic, layer >= config.num_hidden_layers, expert_storage, parallel)
 
     def forward(
         self, x: Tensor, pre_mix: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection
@@ -58,7 +60,7 @@ class Block(nn.Module):
         x = ops.expand(y, x, attn_post, attn_comb, self.arithmetic)
         ffn_pre, ffn_post, ffn_comb = self.hc_ffn(x)
         h = ops.collapse(x, attn_pre, self.ffn_norm.weight, self.ffn_norm.eps, self.arithmetic)
-        return ops.expand(self.ffn(h), x, ffn_post, ffn_comb, self.arithmetic), ffn_pre, selection
+        return ops.expand(self.ffn(h, call.rank), x, ffn_post, ffn_comb, self.arithmetic), ffn_pre, selection
 
 
 class DeepseekV41Model(nn.Module):
@@ -66,6 +68,7 @@ class DeepseekV41Model(nn.Module):
 
     ``expert_storage``: decoded or bytes (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls of at
     most dspark_block_size + 1 tokens per sequence, which decode and verification are, keep rows apart to the bit (rows.py).
+    ``parallel``: the ranks that compute it together, each with its own parts (layout.py); all of them make the same calls.
     """
 
     rope_plain: Tensor
@@ -79,6 +82,7 @@ class DeepseekV41Model(nn.Module):
         max_seq_len: int,
         expert_storage: str = "decoded",
         kernels: str = "torch",
+        parallel: Parallel = SINGLE,
     ):
         super().__init__()
         arithmetic = Arithmetic(
@@ -88,14 +92,15 @@ class DeepseekV41Model(nn.Module):
             ops=operations(kernels),
             exact_tokens=config.dspark_block_size + 1,
         )
-        self.config, self.numerics, self.max_seq_len = config, arithmetic, max_seq_len
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
-        blocks = [Block(config, layer, arithmetic, expert_storage) for layer in range(config.num_hidden_layers)]
+        self.config, self.numerics, self.max_seq_len, self.parallel = config, arithmetic, max_seq_len, parallel
+        world = parallel.world
+        self.embed = ParallelEmbedding(config.vocab_size, config.hidden_size, world)
+        blocks = [Block(config, layer, arithmetic, expert_storage, parallel) for layer in range(config.num_hidden_layers)]
         for layout in engram_layouts(config):
-            blocks[layout.layer].engram = Engram(config, layout, arithmetic)
+            blocks[layout.layer].engram = Engram(config, layout, arithmetic, world)
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, arithmetic)
-        self.head = Linear(config.hidden_size, config.vocab_size, arithmetic, rounds=False)
+        self.head = ColumnParallelLinear(config.hidden_size, config.vocab_size, arithmetic, world, rounds=False, gathers=True)
         self.register_buffer("rope_plain", rope_table(config, False, max_seq_len), persistent=False)
         self.register_buffer("rope_compressed", rope_table(config, True, max_seq_len), persistent=False)
         self.register_buffer("token_map", torch.zeros(config.vocab_size, dtype=torch.int32), persistent=False)
@@ -126,13 +131,13 @@ class DeepseekV41Model(nn.Module):
         ``state_spec``; ``read_len``: positions whose compressed entries may be read, at least max(start + length).
         Returns (hidden [B, T, d] after the final norm, taps [B, T, targets * d], *state). State is updated in place.
         """
-        call = make_call(start, length, slot, ids.shape[1], read_len)
+        call = make_call(start, length, slot, ids.shape[1], read_len, rank)
         store = State(self.state_names, state, call)
         plain, compressed = self.rope_plain, self.rope_compressed
         known = call.positions.clamp_max(plain.shape[0] - 1)
         rotary = Rotary(plain, compressed, plain[known], compressed[known])
-        kv_of = self._engram(ids, call, store)
-        x = self.embed(ids, rank).unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
+        embedded, kv_of = self._look_up(ids, call, store)
+        x = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         pre_mix = torch.zeros(x.shape[:3], device=x.device)
         pre_mix[..., 0] = 1.0
         selection, taps = Selection(), []
@@ -149,15 +154,28 @@ class DeepseekV41Model(nn.Module):
         """The head in fp32: hidden [B, T, d] after the final norm to logits [B, T, vocab] fp32."""
         return self.head(hidden)
 
-    def _engram(self, ids: Tensor, call: Call, state: State) -> dict[int, Tensor]:
-        """Looked-up keys and values of every engram layer, and the look-back state moved on."""
-        if not self.config.engram_layer_ids:
-            return {}
+    def _look_up(self, ids: Tensor, call: Call, state: State) -> tuple[Tensor, dict[int, Tensor]]:
+        """What follows from token ids alone: the embedding [B, T, d] and every engram layer's keys and value [B, T, hc + 1, d].
+
+        The ranks' rows of all tables are added up in one exchange, their columns of keys and values gathered in another.
+        """
+        part = self.embed.part(ids, call.rank)
+        engrams = {index: layer.engram for index, layer in enumerate(self.blocks) if layer.engram is not None}
+        if not engrams:
+            return self.parallel.world.sum(part), {}
+        grams = self._grams(ids, call, state)
+        embedded, *rows = self.parallel.world.sums(part, *(engram.look_up(grams, call.rank) for engram in engrams.values()))
+        columns = (engram.project(looked_up) for engram, looked_up in zip(engrams.values(), rows, strict=True))
+        hc, d = self.config.hc_mult, self.config.hidden_size
+        kv = (whole[..., : (hc + 1) * d].unflatten(-1, (hc + 1, d)) for whole in self.parallel.world.gathers(*columns))
+        return embedded, dict(zip(engrams, kv, strict=True))
+
+    def _grams(self, ids: Tensor, call: Call, state: State) -> Tensor:
+        """The n newest compressed ids at every position, [B, T, n], and the look-back state moved on."""
         n = self.config.engram_max_ngram_size
         compressed = self.token_map[ids]
         stretch = windows(state.history("tok", n - 1), compressed)
         state.write_ring("tok", compressed)
         alive = call.start[:, None] + torch.arange(1 - n, ids.shape[1], device=ids.device) >= 0
         pad = self.token_map[self.config.engram_pad_token_id]
-        grams = lookback(stretch, alive, n, pad)
-        return {index: layer.engram.look_up(grams) for index, layer in enumerate(self.blocks) if layer.engram is not None}
+        return lookback(stretch, alive, n, pad)

@@ -4,12 +4,12 @@
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.reader import Checkpoint
+from .checkpoint.rank import Source
 from .config import ModelConfig
 from .experts import ExpertBank, local_experts
-from .formats import decode_fp8
 from .linear import fill, frozen
 from .numerics import Arithmetic
+from .parallel import Parallel, own_rows, place_of
 from .rows import by_rows
 from .topk import top_positions
 
@@ -53,32 +53,45 @@ def sqrt_softplus(x: Tensor) -> Tensor:
 class SharedExpert(ExpertBank):
     """The expert that every token uses, stored in fp8: the same clamp, no routing weight."""
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
-        super().__init__(1, config.hidden_size, config.moe_intermediate_size, arithmetic, "decoded")
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, parallel: Parallel):
+        parts = parallel.layout.shared_tp_degree
+        inter, share = config.moe_intermediate_size // parts, parts / parallel.layout.world_size
+        super().__init__(1, config.hidden_size, inter, arithmetic, "decoded", parts == 1, share)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``.{w1,w2,w3}.{weight,scale}."""
+        d, inter = self.w2.shape[1:]
         w1, w2, w3 = (
-            decode_fp8(checkpoint.tensor(f"{name}.{part}.weight"), checkpoint.tensor(f"{name}.{part}.scale"), self.w2.dtype)
-            for part in ("w1", "w2", "w3")
+            checkpoint.linear(f"{name}.{part}", 0, rows).to(self.w2.dtype)
+            for part, rows in (("w1", inter), ("w2", d), ("w3", inter))
         )
         fill(self, "w13", torch.cat([w1, w3]).unsqueeze(0))
         fill(self, "w2", w2.unsqueeze(0))
 
 
 class MoE(nn.Module):
-    """Routed experts summed in fp32, the shared expert added in fp32, one rounding."""
+    """Routed experts summed in fp32, the shared expert added in fp32, one rounding.
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, is_drafter: bool, expert_storage: str):
+    Every rank routes all tokens and computes what its own experts, and its part of the shared one, add to them.
+    """
+
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, is_drafter: bool, expert_storage: str, parallel: Parallel):
         super().__init__()
-        self.arithmetic, self.limit = arithmetic, config.swiglu_limit
+        self.arithmetic, self.limit, self.world = arithmetic, config.swiglu_limit, parallel.world
         experts, _ = config.experts(is_drafter)
+        by_id, by_columns = parallel.layout.expert_degrees(is_drafter)
+        self.local, inter = experts // by_id, config.moe_intermediate_size // by_columns
+        self.split = parallel.layout.split("dspark_experts" if is_drafter else "experts")
         self.gate = Router(config, is_drafter, arithmetic)
-        self.experts = ExpertBank(experts, config.hidden_size, config.moe_intermediate_size, arithmetic, expert_storage)
-        self.shared_experts = SharedExpert(config, arithmetic)
+        self.experts = ExpertBank(self.local, config.hidden_size, inter, arithmetic, expert_storage, by_columns == 1)
+        self.shared_experts = SharedExpert(config, arithmetic, parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x = ffn_norm(collapse(streams)) [B, T, d] to the sublayer's output [B, T, d]."""
+    def forward(self, x: Tensor, rank: Tensor) -> Tensor:
+        """x = ffn_norm(collapse(streams)) [B, T, d] and this process's rank [1] to the sublayer's output [B, T, d]."""
         ids, weights = self.gate(x)
+        if self.split.parts > 1:
+            own, here = own_rows(ids, place_of(self.split.places, rank), self.local)
+            ids = own.masked_fill(~here, self.local)
         quantised = self.arithmetic.activation(x)
-        return self.arithmetic.round(local_experts(quantised, ids, weights, self.experts, self.shared_experts, self.limit))
+        y = local_experts(quantised, ids, weights, self.experts, self.shared_experts, self.limit)
+        return self.arithmetic.round(self.world.sum(y))

@@ -42,7 +42,7 @@ class Runner:
                 f"max_batch {slots} and max_seq_len {model.max_seq_len}: their state does not fit into"
                 f" memory ({error}); lower one of them"
             ) from None
-        self._rank = torch.zeros(1, dtype=torch.int64)
+        self._rank = model.parallel.rank_tensor()
 
     @torch.inference_mode()
     def call(self, ids: Tensor, start: Sequence[int], length: Sequence[int], slot: Sequence[int]) -> Tensor:

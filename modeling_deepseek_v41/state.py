@@ -75,14 +75,16 @@ class Call(NamedTuple):
     """[B, T] int64, number of real positions up to and including each token: min(position + 1, start + length)."""
     read_len: int
     """Positions, from 0, whose compressed entries this call may read: a constant of the bucket."""
+    rank: Tensor
+    """[1] int64, this process's."""
 
 
-def make_call(start: Tensor, length: Tensor, slot: Tensor, tokens: int, read_len: int) -> Call:
-    """Derives the rows of a call; ``start``, ``length`` and ``slot`` are [B] integers."""
+def make_call(start: Tensor, length: Tensor, slot: Tensor, tokens: int, read_len: int, rank: Tensor | None = None) -> Call:
+    """Derives the rows of a call; ``start``, ``length`` and ``slot`` are [B] integers. Without ``rank``: of the first one."""
     start, length, slot = start.long(), length.long(), slot.long()
     positions = start[:, None] + torch.arange(tokens, device=start.device)
     reach = torch.minimum(positions + 1, (start + length)[:, None])
-    return Call(start, length, slot, positions, reach, read_len)
+    return Call(start, length, slot, positions, reach, read_len, start.new_zeros(1) if rank is None else rank)
 
 
 class State:

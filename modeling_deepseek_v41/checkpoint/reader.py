@@ -9,10 +9,11 @@ import torch
 
 from ..config import ModelConfig, load_config
 from ..errors import CheckpointError
+from ..formats import decode_fp8
 from ..progress import Progress
 from .index import INDEX, find_tensors, some
 from .shard import ShardReader, StoredTensor, map_bytes
-from .spec import TensorSpec, expected_tensors, group_of, is_vision
+from .spec import BLOCK, TensorSpec, expected_tensors, group_of, is_vision
 from .values import TORCH_DTYPES, check_values
 
 _SLICE = 64 << 20
@@ -65,18 +66,28 @@ class Checkpoint:
             raise CheckpointError(f"{stored.file}: tensor {name!r}: rows {start}:{stop} are outside its {rows} rows")
         return self._read(name, stored, start, stop)
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """``tensor(name)`` as a **read-only** memory map, for tables that are larger than memory; writing to it crashes.
+    def mapped(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of ``tensor(name)`` as a **read-only** memory map, for tables larger than memory; writing to it crashes.
 
         Scales are read once, slice by slice, to check them; other values are not, because that would read the whole file.
         """
         stored = self._find(name)
-        if stored.dtype == "F8_E8M0" and stored.shape:
-            step = max(1, _SLICE * stored.shape[0] // max(1, stored.nbytes))
-            for start in range(0, stored.shape[0], step):
-                self._read(name, stored, start, min(start + step, stored.shape[0]))
-        self._count(name, stored.nbytes)
-        return map_bytes(stored, TORCH_DTYPES[stored.dtype])
+        rows = stored.shape[0]
+        stop = rows if stop is None else stop
+        if stored.dtype == "F8_E8M0":
+            step = max(1, _SLICE * rows // max(1, stored.nbytes))
+            for first in range(start, stop, step):
+                self._read(name, stored, first, min(first + step, stop))
+        self._count(name, stored.nbytes * (stop - start) // max(1, rows))
+        return map_bytes(stored, TORCH_DTYPES[stored.dtype])[start:stop]
+
+    def linear(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start`` to ``stop`` of the linear ``name``: ``name``.weight as stored, decoded to fp32 where it is fp8."""
+        stored = self.rows(f"{name}.weight", start, stop)
+        if f"{name}.scale" not in self._stored:
+            return stored
+        first = start // BLOCK
+        return decode_fp8(stored, self.rows(f"{name}.scale", first, -(-stop // BLOCK)), skip=start - first * BLOCK)
 
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor ``name``."""

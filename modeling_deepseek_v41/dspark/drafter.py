@@ -9,13 +9,13 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..attention import Rotary, Selection
 from ..config import ModelConfig
 from ..errors import RequestError
 from ..hyper_connections import weighted_sum
 from ..numerics import Arithmetic
+from ..parallel import SINGLE, Parallel
 from ..sampling import draw, greedy
 from ..state import State
 from .choice import Choice
@@ -40,11 +40,13 @@ class Drafter(nn.Module):
 
     rope_plain: Tensor
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, expert_storage: str = "decoded"):
+    def __init__(
+        self, config: ModelConfig, arithmetic: Arithmetic, expert_storage: str = "decoded", parallel: Parallel = SINGLE
+    ):
         super().__init__()
         self.config, self.numerics = config, arithmetic
         stages = range(config.num_nextn_predict_layers)
-        self.mtp = nn.ModuleList(Stage(config, index, arithmetic, expert_storage) for index in stages)
+        self.mtp = nn.ModuleList(Stage(config, index, arithmetic, expert_storage, parallel) for index in stages)
         self.register_buffer("rope_plain", torch.empty(0), persistent=False)
 
     @property
@@ -81,7 +83,7 @@ class Drafter(nn.Module):
         base = head(last.norm(h))
         ids, logits, probabilities, confidence = [], [], [], []
         for i in range(num_draft_tokens):
-            known = F.embedding(token, last.markov_head.embed.weight).float().unsqueeze(1)
+            known = last.markov_head.embed(token).unsqueeze(1)
             now = base[:, i : i + 1] + last.markov_head.head(known)
             confidence.append(last.confidence_head(torch.cat([h[:, i : i + 1], known], -1)).flatten())
             if choice is None or uniforms is None:
@@ -103,8 +105,9 @@ class Drafter(nn.Module):
         pre_mix[..., 0] = 1.0
         rows = self._rotary_rows(state.call.positions)
         rotary, selection = Rotary(self.rope_plain, self.rope_plain, rows, rows), Selection()
+        call = state.call._replace(rank=rank)
         for stage in self.stages:
-            x, pre_mix, selection = stage(x, pre_mix, rotary, state.call, state, selection)
+            x, pre_mix, selection = stage(x, pre_mix, rotary, call, state, selection)
         return weighted_sum(x, pre_mix, self.numerics)
 
     def _rotary_rows(self, positions: Tensor) -> Tensor:

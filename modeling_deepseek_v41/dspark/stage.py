@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..linear import Embedding, Linear, RMSNorm
 from ..model import Block
 from ..numerics import Arithmetic
+from ..parallel import ColumnParallelLinear, Group, Parallel
 from ..rows import by_rows
 from ..state import Call, State
 
@@ -15,8 +16,8 @@ from ..state import Call, State
 class StageAttention(Attention):
     """Attention of a draft block over the stage's window of main_x and, not causally, over the block itself."""
 
-    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic):
-        super().__init__(config, layer, arithmetic)
+    def __init__(self, config: ModelConfig, layer: int, arithmetic: Arithmetic, parallel: Parallel):
+        super().__init__(config, layer, arithmetic, parallel)
         self.ring = f"mtp.swa.{layer - config.num_hidden_layers}"
 
     def forward(self, x: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection) -> tuple[Tensor, Selection]:
@@ -26,16 +27,17 @@ class StageAttention(Attention):
         q, _ = self.queries(quantised)
         kv = self.window_kv(quantised, table)
         o = self.numerics.ops.attend_block(q, kv, self.ring, table, self.attn_sink, self.window, state, self.numerics)
-        return self.output(o), selection
+        return self.output(o, call.rank), selection
 
 
 class MarkovHead(nn.Module):
     """What the token before says about the next one: a low-rank table of logits, fp32."""
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, world: Group):
         super().__init__()
-        self.embed = Embedding(config.vocab_size, config.dspark_markov_rank)
-        self.head = Linear(config.dspark_markov_rank, config.vocab_size, arithmetic, rounds=False)
+        rank, vocab = config.dspark_markov_rank, config.vocab_size
+        self.embed = Embedding(vocab, rank)
+        self.head = ColumnParallelLinear(rank, vocab, arithmetic, world, rounds=False, gathers=True)
 
 
 class ConfidenceHead(nn.Module):
@@ -59,13 +61,14 @@ class ConfidenceHead(nn.Module):
 class Stage(Block):
     """mtp.{index}: the first stage owns the projection of the taps, the last one the heads."""
 
-    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, expert_storage: str):
-        super().__init__(config, config.num_hidden_layers + index, arithmetic, expert_storage, StageAttention)
-        d, eps = config.hidden_size, config.rms_norm_eps
+    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, expert_storage: str, parallel: Parallel):
+        super().__init__(config, config.num_hidden_layers + index, arithmetic, expert_storage, parallel, StageAttention)
+        d, eps, world = config.hidden_size, config.rms_norm_eps, parallel.world
         if index == 0:
-            self.main_proj = Linear(len(config.dspark_target_layer_ids) * d, d, arithmetic, fp8=True)
+            taps = len(config.dspark_target_layer_ids) * d
+            self.main_proj = ColumnParallelLinear(taps, d, arithmetic, world, fp8=True, gathers=True)
             self.main_norm = RMSNorm(d, eps, arithmetic)
         if index == config.num_nextn_predict_layers - 1:
             self.norm = RMSNorm(d, eps, arithmetic)
-            self.markov_head = MarkovHead(config, arithmetic)
+            self.markov_head = MarkovHead(config, arithmetic, world)
             self.confidence_head = ConfidenceHead(config, arithmetic)

@@ -4,51 +4,68 @@
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.rank import Source
 from ..config import ModelConfig
 from ..formats import decode_fp8_rows
-from ..linear import Linear, fill, frozen, rms_scale, sigmoid
+from ..linear import fill, frozen, rms_scale, sigmoid
 from ..numerics import Arithmetic
+from ..parallel import ColumnParallelLinear, Group, own_rows
 from .hashing import EngramLayout, row_ids
 
 
 class EngramTable(nn.Module):
-    """The table's rows as stored (e4m3fn, one ue8m0 scale per 32), left in the memory-mapped file; decoded on look-up."""
+    """The table's rows as stored (e4m3fn, one ue8m0 scale per 32), left in the memory-mapped file; decoded on look-up.
 
-    def __init__(self, rows: int, dim: int):
+    Rows are split over ``world``; those behind the table's end are zeros.
+    """
+
+    def __init__(self, rows: int, dim: int, world: Group):
         super().__init__()
-        self.weight = frozen(rows, dim, dtype=torch.float8_e4m3fn)
-        self.scale = frozen(rows, dim // 32, dtype=torch.uint8)
+        self.world, own = world, -(-rows // world.size)
+        self.weight = frozen(own, dim, dtype=torch.float8_e4m3fn)
+        self.scale = frozen(own, dim // 32, dtype=torch.uint8)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """rows int64 [B, T, columns] to [B, T, columns * dim] fp32, exact in bf16."""
+    def part(self, rows: Tensor, rank: Tensor) -> Tensor:
+        """What this rank [1] adds to the look-up of rows int64 [B, T, columns]: [B, T, columns * dim] fp32, exact in bf16.
+
+        Rows of other ranks give zeros, so that the world's sum is the look-up.
+        """
+        if self.world.size == 1:
+            return self._decoded(rows)
+        index, here = own_rows(rows, rank, self.weight.shape[0])
+        return (self._decoded(index).unflatten(-1, (*rows.shape[-1:], -1)) * here.unsqueeze(-1)).flatten(-2)
+
+    def _decoded(self, rows: Tensor) -> Tensor:
         index = rows.flatten()
         weight = self.weight.view(torch.uint8).index_select(0, index).view(torch.float8_e4m3fn)
         return decode_fp8_rows(weight, self.scale.index_select(0, index)).view(*rows.shape[:2], -1)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
+    def load(self, checkpoint: Source, name: str) -> None:
         """Maps ``name``.weight and ``name``.scale."""
         fill(self, "weight", checkpoint.mapped(f"{name}.weight"))
         fill(self, "scale", checkpoint.mapped(f"{name}.scale"))
 
 
 class Engram(nn.Module):
-    """One engram layer. ``look_up`` depends on token ids only; ``forward`` adds the gated value to the streams."""
+    """One engram layer. ``look_up`` and ``project`` follow from token ids alone; ``forward`` changes the streams."""
 
-    def __init__(self, config: ModelConfig, layout: EngramLayout, arithmetic: Arithmetic):
+    def __init__(self, config: ModelConfig, layout: EngramLayout, arithmetic: Arithmetic, world: Group):
         super().__init__()
         hc, d = config.hc_mult, config.hidden_size
         self.layout, self.arithmetic, self.eps = layout, arithmetic, config.rms_norm_eps
-        self.embed = EngramTable(layout.rows, config.engram_head_dim)
+        self.embed = EngramTable(layout.rows, config.engram_head_dim, world)
         width = config.engram_columns * config.engram_head_dim
-        self.wkv = Linear(width, (hc + 1) * d, arithmetic, fp8=True)
+        self.wkv = ColumnParallelLinear(width, (hc + 1) * d, arithmetic, world, fp8=True)
         self.q_weight = frozen(hc, d)
         self.k_weight = frozen(hc, d)
 
-    def look_up(self, windows: Tensor) -> Tensor:
-        """n-gram windows int [B, T, n] of compressed ids to keys and value [B, T, hc + 1, d]."""
-        rows = self.embed(row_ids(windows, self.layout))
-        return self.wkv(self.arithmetic.activation(rows)).unflatten(-1, (-1, self.q_weight.shape[1]))
+    def look_up(self, windows: Tensor, rank: Tensor) -> Tensor:
+        """n-gram windows int [B, T, n] of compressed ids to this rank's share of their table rows, [B, T, columns * dim]."""
+        return self.embed.part(row_ids(windows, self.layout), rank)
+
+    def project(self, rows: Tensor) -> Tensor:
+        """The table rows [B, T, columns * dim] to this rank's columns of keys and value."""
+        return self.wkv(self.arithmetic.activation(rows))
 
     def forward(self, x: Tensor, kv: Tensor) -> Tensor:
         """Streams x [B, T, hc, d] fp32 and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""

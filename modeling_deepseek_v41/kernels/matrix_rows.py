@@ -94,26 +94,28 @@ def grouped(x, w, rounds, out):  # type: ignore[no-untyped-def]
 
 
 @threaded
-def experts(x, ids, routing, w13, w2, shared_w13, shared_w2, limit, rounds, quantizes, out):  # type: ignore[no-untyped-def]
+def experts(x, ids, routing, w13, w2, shared_w13, shared_w2, share, limit, rounds, whole, shared_whole, quantizes, out):  # type: ignore[no-untyped-def]
     """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing) and the shared one's, as experts.local_experts says.
 
-    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I], the shared ones' [1, ...].
+    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I], the shared ones' [1, ...]; whole and share as in experts.ExpertBank.
     """
     k, width, inter, dim = ids.shape[0], w13.shape[1], w2.shape[2], out.shape[0]
     gate_up, h, y = np.empty((k + 1, width), F32), np.empty((k + 1, inter), F32), np.empty((k + 1, dim), F32)
-    share = np.ones(k + 1, F32)
-    share[:k] = routing
+    factors = np.ones(k + 1, F32)
+    factors[:k] = routing
     strips = -(-width // STRIP)
     for item in prange((k + 1) * strips):
         i, first = item // strips, item % strips * STRIP
         w = w13[ids[i]] if i < k else shared_w13[0]
         strip(w, first, min(first + STRIP, width), x, rounds, gate_up[i])
-    swiglu_alone(gate_up, share, limit, rounds, quantizes, h)
+    swiglu_alone(gate_up, factors, limit, rounds, quantizes, h)
     strips = -(-dim // STRIP)
     for item in prange((k + 1) * strips):
         i, first = item // strips, item % strips * STRIP
         w = w2[ids[i]] if i < k else shared_w2[0]
-        strip(w, first, min(first + STRIP, dim), h[i], rounds, y[i])
+        strip(w, first, min(first + STRIP, dim), h[i], rounds and (whole if i < k else shared_whole), y[i])
+    for j in range(dim):
+        y[k, j] *= share
     out[:] = y[0]
     for i in range(1, k + 1):
         for j in range(dim):

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import attention, experts, indexer, rows
 from ..experts import Bank
 from ..numerics import Arithmetic
-from ..state import State
+from ..state import GROUP_TILE, State
 from . import attention_rows, matrix_rows, rowwise
 
 F32 = np.float32
@@ -118,15 +118,18 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
 def expert_rows(
     x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
-    w13, scale, w2, _ = bank
-    if scale is not None:
+    if bank.w13_scale is not None:
         return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
     out = torch.empty(x.shape)
     arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
-    weights = _weight(w13), _weight(w2), _weight(shared[0]), _weight(shared[2])
-    flags = F32(limit), arithmetic.rounds, arithmetic.quantize_activations
+    weights = _weight(bank.w13), _weight(bank.w2), _weight(shared.w13), _weight(shared.w2)
+    whole = bank.whole, shared.whole
+    options = F32(shared.share), F32(limit), arithmetic.rounds, *whole, arithmetic.quantize_activations
     for row, chosen, shares, total in zip(*arrays, strict=True):
-        matrix_rows.experts(w13[0].numel(), row, chosen, shares, *weights, *flags, total)
+        here = chosen < bank.w13.shape[0]
+        if not here.all():
+            chosen, shares = chosen[here], shares[here]
+        matrix_rows.experts(bank.w13[0].numel(), row, chosen, shares, *weights, *options, total)
     return out
 
 
@@ -186,9 +189,11 @@ def _attend_rows(
     return out
 
 
-def index_scores(query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic) -> Tensor:
+def index_scores(
+    query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: Arithmetic, tile: int = GROUP_TILE
+) -> Tensor:
     if query.shape[0] > 1:
-        return indexer.index_scores(query, weights, keys, slot, count, arithmetic)
+        return indexer.index_scores(query, weights, keys, slot, count, arithmetic, tile)
     out = torch.empty(1, count)
     queries, shares, stored = query[0].float().numpy(), weights[0].float().numpy(), _stored(keys)[int(slot)]
     work = query[0].numel() * count
