@@ -62,7 +62,7 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
         return ReferenceModel.from_pretrained(model_path, numerics=numerics)
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
-        """The tensors of this process's rank, where a process is one rank; else of all that there is one of."""
+        """NxDI's hook: the tensors of the first local rank. Weights are read rank by rank (``shard_weights``)."""
         return self._rank_tensors(self.neuron_config.start_rank_id)
 
     def shard_weights(self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Any = None) -> None:

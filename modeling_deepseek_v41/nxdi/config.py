@@ -19,10 +19,16 @@ NUMERICS = {torch.float32: "fp32", torch.bfloat16: "release"}
 
 
 class DeepseekV41NeuronConfig(MoENeuronConfig):
-    """NxDI's options for this model; RequestError lists every option that it cannot serve."""
+    """NxDI's options for this model; RequestError lists every option that it cannot serve.
+
+    Its own, all about which rank holds what (layout.py): attn_tp_degree, dspark_moe_ep_degree and o_proj_reduce.
+    """
 
     def __init__(self, **kwargs: Any):
         kwargs["cast_type"] = "as-declared"
+        self.attn_tp_degree: int | None = kwargs.pop("attn_tp_degree", None)
+        self.dspark_moe_ep_degree: int | None = kwargs.pop("dspark_moe_ep_degree", None)
+        self.o_proj_reduce: str = kwargs.pop("o_proj_reduce", "group")
         super().__init__(**kwargs)
         standard = MoENeuronConfig()
         lines = refused(self, lambda name: getattr(standard, name))
@@ -48,7 +54,17 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
 
     def _conflicts(self) -> list[tuple[bool, str]]:
         fused, length = self.enable_fused_speculation, self.speculation_length
+        by_id, by_columns = self.moe_ep_degree, self.moe_tp_degree
         return [
+            (
+                by_id * by_columns not in (1, self.tp_degree),
+                f"moe_ep_degree, moe_tp_degree: found {by_id} x {by_columns}, expected a product of tp_degree {self.tp_degree},"
+                " or 1 x 1, which is the default split",
+            ),
+            (
+                self.world_size != self.tp_degree,
+                f"world_size: found {self.world_size}, expected tp_degree {self.tp_degree}: one model over all ranks",
+            ),
             (self.torch_dtype not in NUMERICS, f"torch_dtype: found {self.torch_dtype}, expected float32 or bfloat16"),
             (
                 self.max_length > self.seq_len,

@@ -16,6 +16,7 @@ from neuronx_distributed_inference import inference_demo
 from neuronx_distributed_inference.utils.exceptions import LogitMatchingValidationError
 
 from ..errors import DeepseekV41Error, RequestError
+from ..layout import O_PROJ_REDUCE
 from .application import NeuronDeepseekV41ForCausalLM
 from .refusals import refusal, refused
 from .registry import register
@@ -31,6 +32,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="compile, load, check, generate and measure")
     inference_demo.setup_run_parser(run)
+    own = run.add_argument_group("DeepSeek-V4.1", "which rank holds what; by default as many parts as the model allows")
+    own.add_argument("--attn-tp-degree", type=int, help="ranks of one attention group; attention is repeated in every group")
+    own.add_argument("--dspark-moe-ep-degree", type=int, help="parts of the drafter's experts by id")
+    own.add_argument("--o-proj-reduce", choices=O_PROJ_REDUCE, default="group", help="which ranks share wo_b")
     return parser, run
 
 

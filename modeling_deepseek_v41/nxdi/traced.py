@@ -10,6 +10,7 @@ from ..model import DeepseekV41Model
 from ..sampling import greedy
 from ..state import StateSpec
 from .config import DeepseekV41InferenceConfig
+from .groups import run_layout, run_parallel
 from .rows import GraphCall, graph_call, last_row, prompt_read_length
 from .state_manager import StateManager
 from .weights import tables_as_weights
@@ -35,9 +36,10 @@ class NeuronDeepseekV41Model(NeuronBaseModel):
     def init_model(self, config: DeepseekV41InferenceConfig) -> None:
         """The backbone, with its drafter where drafts are made in the graph."""
         run, model = config.neuron_config, config.to_model_config()
-        self.backbone = DeepseekV41Model(model, run.numerics, run.seq_len)
+        parallel = run_parallel(run_layout(model, run))
+        self.backbone = DeepseekV41Model(model, run.numerics, run.seq_len, parallel=parallel)
         if run.enable_fused_speculation:
-            drafter = Drafter(model, self.backbone.numerics)
+            drafter = Drafter(model, self.backbone.numerics, parallel=parallel)
             drafter.rope_plain = self.backbone.rope_plain
             self.backbone.add_drafter(drafter)
         tables_as_weights(self.backbone)

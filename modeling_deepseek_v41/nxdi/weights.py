@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..config import load_config
 from ..errors import CheckpointError
 from ..loading import load_model
+from ..parallel import unconnected
 from .config import DeepseekV41NeuronConfig
+from .groups import run_layout
 
 TABLES = ("rope_plain", "rope_compressed", "token_map")
 """What the backbone keeps beside its weights; in a graph they are weights too, not constants."""
@@ -27,7 +30,10 @@ def tables_as_weights(module: nn.Module) -> None:
 def rank_state_dict(folder: str | Path, run: DeepseekV41NeuronConfig, rank: int) -> dict[str, Tensor]:
     """The tensors of ``rank``'s module, under its names, read strictly from ``folder``."""
     fused = run.enable_fused_speculation
-    model = load_model(folder, run.numerics_name, run.seq_len, kernels="torch", progress=False, drafter=fused)
+    parallel = unconnected(run_layout(load_config(folder), run), rank)
+    model = load_model(
+        folder, run.numerics_name, run.seq_len, kernels="torch", progress=False, drafter=fused, parallel=parallel
+    )
     prefix = "target_model." if fused else ""
     tables_as_weights(model)
     state = {f"{prefix}backbone.{name}": tensor.detach() for name, tensor in model.named_parameters()}
