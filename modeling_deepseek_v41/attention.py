@@ -47,15 +47,15 @@ class Attention(nn.Module):
         self.ring, self.numerics, self.window = f"swa.{layer}", arithmetic, c.sliding_window
         self.heads, self.dim, self.groups = c.num_attention_heads // group.size, c.head_dim, c.o_groups // group.size
         self.ratio = c.compress_ratios[layer]
-        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, arithmetic, fp8=True)
+        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, arithmetic)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, arithmetic)
-        self.wq_b = ColumnParallelLinear(c.q_lora_rank, c.num_attention_heads * self.dim, arithmetic, group, fp8=True)
-        self.wkv = Linear(c.hidden_size, self.dim, arithmetic, fp8=True)
+        self.wq_b = ColumnParallelLinear(c.q_lora_rank, c.num_attention_heads * self.dim, arithmetic, group)
+        self.wkv = Linear(c.hidden_size, self.dim, arithmetic)
         self.kv_norm = RMSNorm(self.dim, c.rms_norm_eps, arithmetic)
         self.attn_sink = frozen(self.heads)
         heads_in, latent = self.heads * self.dim // self.groups, c.o_groups * c.o_lora_rank
-        self.wo_a = ColumnParallelLinear(heads_in, latent, arithmetic, group, fp8=True)
-        self.wo_b = RowParallelLinear(latent, c.hidden_size, arithmetic, parallel.o_proj, fp8=True)
+        self.wo_a = ColumnParallelLinear(heads_in, latent, arithmetic, group)
+        self.wo_b = RowParallelLinear(latent, c.hidden_size, arithmetic, parallel.o_proj)
         self.group_numbers, self.repeats = parallel.layout.group_numbers, parallel.o_proj.size // group.size
         self.source = c.kv_source(layer) if self.ratio else None
         self.compressor = Compressor(c, layer, arithmetic) if layer in c.kv_source_layer_ids else None

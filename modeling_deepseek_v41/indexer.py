@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
         self.is_candidate_source = layer == config.candidate_source_layer_id
         self.uses_candidates = config.masks_with_candidates(layer)
-        self.wq_b = Linear(config.q_lora_rank, self.heads * self.dim, arithmetic, fp8=True)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.dim, arithmetic)
         self.weights_proj = Linear(config.hidden_size, self.heads, arithmetic)
         if layer == self.source:
             self.wk = Linear(config.head_dim, self.dim, arithmetic)

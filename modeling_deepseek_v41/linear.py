@@ -28,15 +28,15 @@ def fill(module: nn.Module, name: str, tensor: Tensor) -> None:
 class Linear(nn.Module):
     """y = x W^T accumulated in fp32; W [n, k] is held in fp32, an exact decoding of what is stored.
 
-    ``fp8`` weights are stored as e4m3fn with ue8m0 block scales; their caller passes the input through
-    ``Arithmetic.activation`` first, once for all linears that share it. Other weights take the activation as it is.
-    ``rounds``: whether the result is rounded to the arithmetic's dtype.
+    The caller of one whose weight is stored in fp8 passes the input through ``Arithmetic.activation`` first, once for all
+    linears that share it. Other weights take the activation as it is. ``rounds``: whether the result is rounded to the
+    arithmetic's dtype.
     """
 
-    def __init__(self, k: int, n: int, arithmetic: Arithmetic, *, fp8: bool = False, rounds: bool = True):
+    def __init__(self, k: int, n: int, arithmetic: Arithmetic, *, rounds: bool = True):
         super().__init__()
         self.weight = frozen(n, k)
-        self.arithmetic, self.fp8, self.rounds = arithmetic, fp8, rounds
+        self.arithmetic, self.rounds = arithmetic, rounds
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, k] fp32 to [B, T, n] fp32."""

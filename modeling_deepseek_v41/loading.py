@@ -52,7 +52,7 @@ def load_model(
         raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length!r}")
     if drafter and not config.num_nextn_predict_layers:
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
-    checkpoint = Checkpoint(folder, config, progress=progress)
+    checkpoint = Checkpoint(folder, config, progress=progress and parallel.rank == 0)
     plan = ShardPlan(config, parallel.layout, parallel.rank)
     source = RankCheckpoint(checkpoint, plan)
     with torch.device("meta"):

@@ -136,11 +136,8 @@ class ColumnParallelLinear(Linear):
     Returns the rank's own outputs, or all n of them where it ``gathers``.
     """
 
-    def __init__(
-        self, k: int, n: int, arithmetic: Arithmetic, group: Group, *, fp8: bool = False, rounds: bool = True,
-        gathers: bool = False,
-    ):  # fmt: skip
-        super().__init__(k, -(-n // group.size), arithmetic, fp8=fp8, rounds=rounds)
+    def __init__(self, k: int, n: int, arithmetic: Arithmetic, group: Group, *, rounds: bool = True, gathers: bool = False):
+        super().__init__(k, -(-n // group.size), arithmetic, rounds=rounds)
         self.group, self.outputs, self.gathers = group, n, gathers
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,8 +149,8 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """A linear whose inputs are split: W [n, k / size]. Partial sums stay fp32 until they are added up; then one rounding."""
 
-    def __init__(self, k: int, n: int, arithmetic: Arithmetic, group: Group, *, fp8: bool = False):
-        super().__init__(k // group.size, n, arithmetic, fp8=fp8, rounds=group.size == 1)
+    def __init__(self, k: int, n: int, arithmetic: Arithmetic, group: Group):
+        super().__init__(k // group.size, n, arithmetic, rounds=group.size == 1)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ class PositionSplit:
     def best(self, chosen: Tensor, scores: Tensor, positions: Tensor) -> Tensor:
         """A rank's ``chosen`` [n, k] of ``scores`` and ``positions`` [n, own], -1 for none, in the form that ``merge`` takes.
 
-        In a group of one ``chosen`` itself; else [n, 2k] fp32, scores and positions, which are exact below 2^24.
+        In a group of one ``chosen`` itself; else [n, 2 * min(k, own)] fp32, scores and positions, which are exact below 2^24.
         """
         if self.group.size == 1:
             return chosen
+        chosen = chosen[:, : positions.shape[0]]
         none, index = chosen < 0, chosen.clamp_min(0)
         where = positions.float()[index].masked_fill(none, torch.inf)
         return torch.cat([scores.gather(-1, index).masked_fill(none, -torch.inf), where], -1)

@@ -66,7 +66,7 @@ class Stage(Block):
         d, eps, world = config.hidden_size, config.rms_norm_eps, parallel.world
         if index == 0:
             taps = len(config.dspark_target_layer_ids) * d
-            self.main_proj = ColumnParallelLinear(taps, d, arithmetic, world, fp8=True, gathers=True)
+            self.main_proj = ColumnParallelLinear(taps, d, arithmetic, world, gathers=True)
             self.main_norm = RMSNorm(d, eps, arithmetic)
         if index == config.num_nextn_predict_layers - 1:
             self.norm = RMSNorm(d, eps, arithmetic)

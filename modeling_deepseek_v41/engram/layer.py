@@ -25,7 +25,7 @@ class EngramTable(nn.Module):
         self.weight = frozen(own, dim, dtype=torch.uint8)
         self.scale = frozen(own, dim // 32, dtype=torch.uint8)
 
-    def part(self, rows: Tensor, rank: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, rank: Tensor) -> Tensor:
         """What this rank [1] adds to the look-up of rows int64 [B, T, columns]: [B, T, columns * dim] fp32, exact in bf16.
 
         Rows of other ranks give zeros, so that the world's sum is the look-up.
@@ -54,13 +54,13 @@ class Engram(nn.Module):
         self.layout, self.arithmetic, self.eps = layout, arithmetic, config.rms_norm_eps
         self.embed = EngramTable(layout.rows, config.engram_head_dim, world)
         width = config.engram_columns * config.engram_head_dim
-        self.wkv = ColumnParallelLinear(width, (hc + 1) * d, arithmetic, world, fp8=True)
+        self.wkv = ColumnParallelLinear(width, (hc + 1) * d, arithmetic, world)
         self.q_weight = frozen(hc, d)
         self.k_weight = frozen(hc, d)
 
     def look_up(self, windows: Tensor, rank: Tensor) -> Tensor:
         """n-gram windows int [B, T, n] of compressed ids to this rank's share of their table rows, [B, T, columns * dim]."""
-        return self.embed.part(row_ids(windows, self.layout), rank)
+        return self.embed(row_ids(windows, self.layout), rank)
 
     def project(self, rows: Tensor) -> Tensor:
         """The table rows [B, T, columns * dim] to this rank's columns of keys and value."""

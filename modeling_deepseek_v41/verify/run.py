@@ -32,7 +32,7 @@ def teacher_forced(model: DeepseekV41Model, prompt: Prompt, rows: int | None = N
     batch, steps = prompt.generated.shape
     steps = steps if rows is None else min(rows, steps)
     state = allocate(model.state_spec(batch))
-    slot, rank = torch.arange(batch), torch.zeros(1, dtype=torch.int64)
+    slot, rank = torch.arange(batch), model.parallel.rank_tensor()
     read_len = prompt.length + steps - 1
     with looked_up_rows(model) as found:
         logits = []

@@ -14,11 +14,13 @@ from modeling_deepseek_v41.layout import make_layout
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.parallel import SINGLE, Group, Parallel, connect
 from modeling_deepseek_v41.runner import Runner
+from modeling_deepseek_v41.verify import GoldenSet
+from modeling_deepseek_v41.verify.run import teacher_forced
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A checkpoint, how it is computed, and what is generated: ``steps`` plain ones, then from the prompts again with drafts."""
+    """A checkpoint, how it is computed, and what is generated: plain steps, then from the prompts again steps with drafts."""
 
     folder: Path
     numerics: str = "fp32"
@@ -45,12 +47,31 @@ class Counting(Group):
         return self._group.all_gather(x)
 
 
-def rank_results(run: Run, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """``results`` of the layout that ``options`` of make_layout give, in a rank of torch.distributed; with ``counts``."""
-    made = connect(make_layout(load_config(run.folder), world_size, **options))
+def rank_results(runs: list[Run], options: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """In a rank of torch.distributed: ``results`` of every run in every layout, which ``options`` of make_layout give."""
+    world_size = torch.distributed.get_world_size()
+    return [
+        [_counted(run, connect(make_layout(load_config(run.folder), world_size, **some))) for run in runs] for some in options
+    ]
+
+
+def _counted(run: Run, made: Parallel) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     world, attention = Counting(made.world, "world", counts), Counting(made.attention, "group", counts)
     return results(run, Parallel(made.layout, made.rank, world, attention), counts)
+
+
+def golden_logits(
+    folder: Path, numerics: str, mode: str, prompts: list[str], options: list[dict[str, Any]]
+) -> list[list[Tensor]]:
+    """In a rank: logits [1, steps, vocab] of ``prompts`` of the golden set in ``folder``, its own tokens fed, per layout."""
+    found = []
+    for some in options:
+        parallel = connect(make_layout(load_config(folder / "ckpt"), torch.distributed.get_world_size(), **some))
+        model = load_model(folder / "ckpt", numerics, kernels="torch", progress=False, parallel=parallel)
+        chosen = [prompt for prompt in GoldenSet(folder).prompts(mode, model.config) if f"p{prompt.length}" in prompts]
+        found.append([teacher_forced(model, prompt).logits for prompt in chosen])
+    return found
 
 
 def results(run: Run, parallel: Parallel = SINGLE, counts: Counter[str] | None = None) -> dict[str, Any]:
