@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The low-bit number formats of the release: decoding of stored bytes and quantise-dequantise (QDQ) of activations.
 
-Source: docs/model.md, section 1. Everything is exact fp32 arithmetic without bit patterns, which not every device lets a graph see, so it is the
-same on every device.
+Source: docs/model.md, section 1. Everything is exact fp32 arithmetic without bit patterns, which not every device lets a graph
+see, so it is the same on every device.
 """
 
 import torch

@@ -19,7 +19,7 @@ def top_positions(scores: Tensor, k: int) -> Tensor:
     """
     scores, n = scores.float(), scores.shape[-1]
     if k > FEW:
-        return scores.sort(-1, descending=True, stable=True).indices[..., :k]
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     positions, found = torch.arange(n, device=scores.device), []
     taken = torch.zeros_like(scores, dtype=torch.bool)
     for _ in range(k):

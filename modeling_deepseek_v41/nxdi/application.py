@@ -12,6 +12,7 @@ from neuronx_distributed_inference.models.application_base import normalize_path
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import RequestError
@@ -33,13 +34,12 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
 
     _model_cls = NeuronDeepseekV41Model
 
-    def __init__(
-        self, model_path: str, config: DeepseekV41InferenceConfig | None = None, neuron_config: Any = None
-    ):
+    def __init__(self, model_path: str, config: DeepseekV41InferenceConfig | None = None, neuron_config: Any = None):
         if config is not None and (neuron_config or config.neuron_config).enable_fused_speculation:
             add_drafter_config(config, NeuronDeepseekV41Model, model_path)
         super().__init__(model_path, config, neuron_config)
-        self.load_hf_model = functools.partial(type(self).load_hf_model, numerics=self.neuron_config.numerics_name)
+        reference = functools.partial(type(self).load_hf_model, numerics=self.neuron_config.numerics_name)
+        self.load_hf_model = reference  # type: ignore[method-assign]
 
     @classmethod
     def get_config_cls(cls) -> type[DeepseekV41InferenceConfig]:
@@ -131,4 +131,4 @@ def _join_processes(world_size: int) -> None:
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
     else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

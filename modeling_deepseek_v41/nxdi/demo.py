@@ -40,7 +40,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``argv`` (the process's by default); 0 done, 1 a check or an assertion of NxDI failed, 2 the input cannot be used."""
+    """Runs ``argv`` (the process's by default); 0 done, 1 a check or an assertion of NxDI failed, 2 unusable input."""
     register()
     parser, run = build_parser()
     args = parser.parse_args(argv)
@@ -92,7 +92,7 @@ def missing_files(folder: Path) -> list[str]:
     ]
     if not (folder / "generation_config.json").is_file():
         lines.append(
-            f"{folder / 'generation_config.json'}: not found, and NxDI reads it; write one: python -c \"from transformers"
+            f'{folder / "generation_config.json"}: not found, and NxDI reads it; write one: python -c "from transformers'
             f" import AutoConfig, GenerationConfig; import modeling_deepseek_v41;"
             f" GenerationConfig.from_model_config(AutoConfig.from_pretrained('{folder}')).save_pretrained('{folder}')\""
         )

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DSpark inside NxDI's fused speculation: one graph drafts, verifies, accepts and shows the drafter what was verified."""
 
+from typing import cast
+
 import torch
 from neuronx_distributed_inference.models.model_base import NeuronFusedSpecModel
 from torch import Tensor, nn
 
+from ..dspark.drafter import Drafter
 from ..dspark.step import read_prompt, speculative_step
 from ..sampling import greedy
 from .config import DeepseekV41InferenceConfig
@@ -68,10 +71,14 @@ class NeuronDSparkFusedSpecModel(NeuronFusedSpecModel):
         self.draft_model.kv_mgr.clear()
         self.target_model.kv_mgr.clear()
 
+    @property
+    def _drafter(self) -> Drafter:
+        return cast(Drafter, self.target_model.backbone.drafter)
+
     def _read(self, call: GraphCall, bucket: int, state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         target, model = self.target_model, self.target_model.backbone
         read = target.read_length(call, bucket)
-        hidden, *state = read_prompt(model, model.drafter, *call[:4], target.rank, *state, read_len=read)
+        hidden, *state = read_prompt(model, self._drafter, *call[:4], target.rank, *state, read_len=read)
         logits = model.logits(last_row(hidden, call.length))
         token = greedy(logits[:, 0]).unsqueeze(1)
         tokens = nn.functional.pad(token, (0, self.neuron_config.speculation_length - 1), value=-1)
@@ -82,7 +89,7 @@ class NeuronDSparkFusedSpecModel(NeuronFusedSpecModel):
         target, model, rows = self.target_model, self.target_model.backbone, self.neuron_config.speculation_length
         length = torch.where(call.slot >= 0, (bucket - call.start).clamp(1, rows), 0)
         step, state = speculative_step(
-            model, model.drafter, call.ids[:, 0], call.start, length, call.slot, target.rank, state,
+            model, self._drafter, call.ids[:, 0], call.start, length, call.slot, target.rank, state,
             num_draft_tokens=rows - 1, read_len=bucket,
         )  # fmt: skip
         logits = [step.drafts.logits, step.logits]

@@ -2,7 +2,7 @@
 """The model on plain CPU as NxDI's accuracy checks call it."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from transformers import GenerationConfig
 
@@ -14,6 +14,11 @@ class ReferenceModel(DeepseekV41ForCausalLM):
 
     Accuracy checks hand one generation_config to both models, with prompt_lookup_num_tokens, NxDI's mark of fused speculation.
     """
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "ReferenceModel":
+        """As the parent's."""
+        return cast(ReferenceModel, super().from_pretrained(*args, **kwargs))
 
     def generate(self, inputs: Any = None, generation_config: GenerationConfig | None = None, **kwargs: Any) -> Any:
         """As the parent's."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state as NxDI holds it between calls: a flat list of parameters, which a traced graph takes as inputs it may overwrite."""
+"""The state as NxDI holds it between calls: a flat list of parameters, inputs of a graph that it may overwrite."""
 
 from collections.abc import Sequence
 

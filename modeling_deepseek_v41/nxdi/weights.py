@@ -22,8 +22,8 @@ def tables_as_weights(module: nn.Module) -> None:
     """Makes the tables of ``module`` and its parts parameters, so that they are loaded with the weights."""
     for part in module.modules():
         for name in TABLES:
-            if name in part._buffers:
-                table = part._buffers.pop(name)
+            table = part._buffers.pop(name, None)
+            if table is not None:
                 part.register_parameter(name, nn.Parameter(table, requires_grad=False))
 
 
