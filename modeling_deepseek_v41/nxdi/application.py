@@ -77,6 +77,18 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
             state = {name: tensor.contiguous() for name, tensor in self._rank_tensors(rank).items()}
             save_file(state, folder / f"tp{rank}_sharded_checkpoint.safetensors")
 
+    def load_weights(
+        self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None
+    ) -> None:
+        """Loads every local rank's tensors to the device: the sharded files, or without them from the checkpoint itself."""
+        if self.neuron_config.save_sharded_checkpoint:
+            super().load_weights(compiled_model_path, start_rank_id, local_ranks_size)
+            return
+        first = self.neuron_config.start_rank_id if start_rank_id is None else start_rank_id
+        count = local_ranks_size or self.neuron_config.local_ranks_size
+        weights = [self._rank_tensors(rank) for rank in range(first, first + count)]
+        self.traced_model.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
+
     def to_cpu(self) -> None:
         """Makes the module of this process's rank on the CPU, for every stage the same, and loads its weights strictly.
 
