@@ -134,4 +134,5 @@ def add_drafter_config(config: DeepseekV41InferenceConfig, worker_cls: type, mod
     draft.fused_spec_config = None
     draft.neuron_config.enable_fused_speculation = False
     draft.neuron_config.speculation_length = 0
+    draft.neuron_config.kv_cache_tiling = False
     config.fused_spec_config = FusedSpecNeuronConfig(worker_cls, draft_config=draft, draft_model_path=model_path)

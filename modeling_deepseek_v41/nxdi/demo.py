@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from neuronx_distributed_inference import inference_demo
 from neuronx_distributed_inference.utils.exceptions import LogitMatchingValidationError
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..errors import DeepseekV41Error, RequestError
 from ..layout import O_PROJ_REDUCE
@@ -47,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_arguments(args, run)
         built = _Built(NeuronDeepseekV41ForCausalLM)
-        inference_demo.run_inference(built, args)
+        with torch.serialization.safe_globals([GenerateDecoderOnlyOutput]):  # what --expected-outputs-path holds
+            inference_demo.run_inference(built, args)
     except DeepseekV41Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

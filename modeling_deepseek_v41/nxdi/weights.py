@@ -19,12 +19,12 @@ TABLES = ("rope_plain", "rope_compressed", "token_map")
 
 
 def tables_as_weights(module: nn.Module) -> None:
-    """Makes the tables of ``module`` and its parts parameters, so that they are loaded with the weights."""
+    """Makes the tables of ``module`` and its parts parameters of their own, so that they are loaded with the weights."""
     for part in module.modules():
         for name in TABLES:
             table = part._buffers.pop(name, None)
             if table is not None:
-                part.register_parameter(name, nn.Parameter(table, requires_grad=False))
+                part.register_parameter(name, nn.Parameter(table.clone(), requires_grad=False))
 
 
 def rank_state_dict(folder: str | Path, run: DeepseekV41NeuronConfig, rank: int) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def run(
     """``python ARGUMENTS`` in ``folder``, or the same under torchrun."""
     start = [sys.executable]
     if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     env = environment(cpu_mode) | {"BASE_COMPILE_WORK_DIR": f"{folder}/work/"}
     return subprocess.run(
         [*start, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False
