@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from neuronx_distributed_inference import inference_demo
 from neuronx_distributed_inference.utils.exceptions import LogitMatchingValidationError
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import DeepseekV41Error, RequestError
 from ..layout import O_PROJ_REDUCE
