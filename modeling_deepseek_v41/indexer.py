@@ -12,7 +12,7 @@ from .parallel import Parallel
 from .position_split import PositionSplit
 from .rows import PREFILL_TILE
 from .state import GROUP_TILE, Call, State, groups_read
-from .topk import top_positions
+from .topk import top_mask
 
 
 class Indexer(nn.Module):
@@ -83,8 +83,7 @@ class Indexer(nn.Module):
         size, most = self.config.candidate_block_size, self.config.candidate_topk_blocks
         blocks = torch.arange(best.shape[-1], device=best.device)
         best = best.masked_fill((blocks == (seen - 1) // size) & (seen > 0), torch.inf)
-        chosen = top_positions(best, min(most, best.shape[-1]))
-        return torch.zeros_like(best, dtype=torch.bool).scatter(-1, chosen, True) & (best > -torch.inf)
+        return top_mask(best, min(most, best.shape[-1])) & (best > -torch.inf)
 
 
 def _block_maxima(scores: Tensor, size: int) -> Tensor:

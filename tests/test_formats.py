@@ -211,5 +211,5 @@ def test_fp8_decoding_keeps_a_value_of_2_to_the_minus_18_beside_1() -> None:
 def test_table_rows_have_one_scale_per_32_columns() -> None:
     weight = torch.full((3, 64), -1.5).to(torch.float8_e4m3fn)
     scale = torch.tensor([[127, 128], [0, 120], [254, 1]], dtype=torch.uint8)
-    found = decode_fp8_rows(weight, scale)
+    found = decode_fp8_rows(weight.view(torch.uint8), scale)
     assert torch.equal(found, -1.5 * decode_ue8m0(scale).repeat_interleave(32, 1))

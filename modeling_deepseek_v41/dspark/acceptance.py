@@ -69,4 +69,4 @@ def _leading(tokens: Tensor, kept: Tensor, length: Tensor) -> Accepted:
 
 def _leading_ones(kept: Tensor) -> Tensor:
     """How many of ``kept`` [B, k] bool are True before the first False: [B] int64."""
-    return kept.long().cumprod(1).sum(1)
+    return ((~kept).long().cumsum(1) == 0).sum(1)

@@ -14,7 +14,7 @@ from .hashing import EngramLayout, row_ids
 
 
 class EngramTable(nn.Module):
-    """The table's rows as stored (e4m3fn, one ue8m0 scale per 32), left in the memory-mapped file; decoded on look-up.
+    """The table's rows as stored (e4m3fn bytes, one ue8m0 scale per 32), left in the memory-mapped file; decoded on look-up.
 
     Rows are split over ``world``; those behind the table's end are zeros.
     """
@@ -22,7 +22,7 @@ class EngramTable(nn.Module):
     def __init__(self, rows: int, dim: int, world: Group):
         super().__init__()
         self.world, own = world, -(-rows // world.size)
-        self.weight = frozen(own, dim, dtype=torch.float8_e4m3fn)
+        self.weight = frozen(own, dim, dtype=torch.uint8)
         self.scale = frozen(own, dim // 32, dtype=torch.uint8)
 
     def forward(self, rows: Tensor, rank: Tensor) -> Tensor:
@@ -37,19 +37,18 @@ class EngramTable(nn.Module):
 
     def _decoded(self, rows: Tensor) -> Tensor:
         index = rows.flatten()
-        weight = self.weight.view(torch.uint8).index_select(0, index).view(torch.float8_e4m3fn)
-        return decode_fp8_rows(weight, self.scale.index_select(0, index)).view(*rows.shape[:2], -1)
+        return decode_fp8_rows(self.weight.index_select(0, index), self.scale.index_select(0, index)).view(*rows.shape[:2], -1)
 
     def load(self, checkpoint: Source, name: str) -> None:
         """Maps ``name``.weight and ``name``.scale, or reads them, a slice of rows at a time, where there is memory for them."""
         for key, parameter in list(self.named_parameters()):
             if parameter.is_meta:
-                fill(self, key, checkpoint.mapped(f"{name}.{key}"))
+                fill(self, key, checkpoint.mapped(f"{name}.{key}").view(torch.uint8))
                 continue
             rows, step = parameter.shape[0], max(1, SLICE_BYTES * parameter.shape[0] // parameter.nbytes)
             for row in range(0, rows, step):
                 stop = min(row + step, rows)
-                parameter.data[row:stop] = checkpoint.rows(f"{name}.{key}", row, stop)
+                parameter.data[row:stop] = checkpoint.rows(f"{name}.{key}", row, stop).view(torch.uint8)
 
 
 class Engram(nn.Module):

@@ -92,7 +92,7 @@ def decoded(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     weight, scale = checkpoint.tensor(f"{name}.weight"), checkpoint.tensor(f"{name}.scale")
     if weight.dtype == torch.uint8:
         return decode_fp4(weight, scale)
-    return decode_fp8_rows(weight, scale) if name.endswith("engram.embed") else decode_fp8(weight, scale)
+    return decode_fp8_rows(weight.view(torch.uint8), scale) if name.endswith("engram.embed") else decode_fp8(weight, scale)
 
 
 def test_numbers_are_sensible(tmp_path: Path) -> None:

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-in."""
+
+import _absent
+
+__getattr__ = _absent.getattr_of(__name__)
