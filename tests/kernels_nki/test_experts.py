@@ -11,7 +11,7 @@ from nki_emulator import Result, lint, real_nki, run
 from torch import Tensor
 
 from modeling_deepseek_v41.errors import CheckpointError
-from modeling_deepseek_v41.experts import expert_by_expert
+from modeling_deepseek_v41.experts import Bank, expert_by_expert
 from modeling_deepseek_v41.fp8_exact import ExactRows, decode_codes
 from modeling_deepseek_v41.kernels.dispatch import TORCH
 from modeling_deepseek_v41.kernels.nki import (
@@ -138,8 +138,8 @@ def test_experts_rounded_before_the_sum(kernel):
 def test_the_reference_is_the_models_function():
     case = Case(3, 128, 96, 6, (0, 1, 2))
     dense = [torch.stack([experts_reference.decode_rows(part) for part in parts]) for parts in zip(*case.weights, strict=True)]
-    bank = (torch.cat(dense[:2], 1), None, dense[2], None)
-    nothing = (torch.zeros_like(bank[0][:1]), None, torch.zeros_like(bank[2][:1]), None)
+    bank = Bank(torch.cat(dense[:2], 1), None, dense[2], None, True, 1.0)
+    nothing = bank._replace(w13=torch.zeros_like(bank.w13[:1]), w2=torch.zeros_like(bank.w2[:1]))
     ids = torch.arange(3).expand(6, 3)
     arithmetic = Arithmetic(torch.bfloat16, True, True, ops=TORCH, exact_tokens=0)
     whole = expert_by_expert(case.x, ids, case.routing.T.contiguous(), bank, nothing, LIMIT, arithmetic)
