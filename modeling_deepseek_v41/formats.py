@@ -51,10 +51,11 @@ def decode_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """e4m3fn bytes (uint8, any shape) to fp32: sign, 4 bits of exponent and 3 of fraction; exponent 0 is subnormal."""
+    """e4m3fn bytes (uint8, any shape) to fp32: sign, 4 bits of exponent and 3 of fraction; exponent 0 is subnormal, 127 NaN."""
     bits = codes.to(torch.int32)
     exponent, fraction = (bits >> 3) & 15, bits & 7
     magnitude = (torch.where(exponent > 0, fraction + 8, fraction) << (exponent.clamp_min(1) - 1)).float() * 2.0**-9
+    magnitude = magnitude.masked_fill((bits & 127) == 127, torch.nan)
     return torch.where(bits >= 128, -magnitude, magnitude)
 
 

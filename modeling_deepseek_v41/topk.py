@@ -27,7 +27,7 @@ def top_positions(scores: Tensor, k: int) -> Tensor:
         first = torch.where((scores == highest) & ~taken, positions, n - 1).amin(-1, keepdim=True)
         taken = taken | (positions == first)
         found.append(first)
-    return torch.cat(found, -1)
+    return torch.cat(found, -1) if found else positions.new_empty(*scores.shape[:-1], 0)
 
 
 def top_mask(scores: Tensor, k: int) -> Tensor:

@@ -36,7 +36,8 @@ def _fp8(weight: Tensor) -> Tensor:
 
 
 def _rows(weight: Tensor) -> Tensor:
-    return decode_fp8_rows(*quantize_fp8(weight, (1, BLOCK)))
+    codes, scale = quantize_fp8(weight, (1, BLOCK))
+    return decode_fp8_rows(codes.view(torch.uint8), scale)
 
 
 def _bf16(weight: Tensor) -> Tensor:
