@@ -73,14 +73,15 @@ def test_tiny_shapes_with_tails(k, n, rows, kind, cores):
 
 @CORES
 @pytest.mark.parametrize("rows", [1, 6, 7, 128])
-@pytest.mark.parametrize("k", [32, 96, 256, 320, 1536])
+@pytest.mark.parametrize("k", [32, 96, 256, 320, 1280])
 def test_quantised_and_rounded(k, rows, cores):
     Case(rows, k, 70, quantize=True).check(cores)
     Case(rows, k, 70, rounds=True).check(cores)
 
 
 RELEASE = {
-    "wq_a and wkv": (5120, 2048, "bf16", True), "wq_b": (1536, 4096, "bf16", True), "head": (5120, 2020, "bf16", False),
+    "wq_a and wkv": (5120, 1792, "bf16", True), "wq_b": (1280, 4096, "bf16", True), "wo_a": (4096, 1024, "bf16", True),
+    "wo_b": (1024, 5120, "bf16", True), "head": (5120, 2020, "bf16", False),
     "router": (5120, 384, "bf16", False), "fn": (20480, 24, "fp32", False), "exact": (5120, 576, "exact", True),
 }  # fmt: skip
 
@@ -95,7 +96,7 @@ def test_release_shapes(name, rows, cores):
 
 @pytest.mark.slow
 def test_many_rows():
-    Case(4096, 1536, 512).check(2)
+    Case(4096, 1280, 512).check(2)
 
 
 @CORES
@@ -131,8 +132,8 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("name", "matmuls", "transposes", "critical"),
     [
-        ("wq_a and wkv", 80, 2, 36.3), ("wq_b", 48, 1, 24.3), ("head", 80, 2, 35.9), ("router", 40, 2, 11.6),
-        ("fn", 160, 8, 10.8), ("exact", 40, 2, 13.6),
+        ("wq_a and wkv", 80, 2, 32.3), ("wq_b", 40, 1, 21.2), ("wo_a", 32, 2, 18.3), ("wo_b", 40, 1, 21.3),
+        ("head", 80, 2, 35.9), ("router", 40, 2, 11.6), ("fn", 160, 8, 10.8), ("exact", 40, 2, 13.6),
     ],
 )  # fmt: skip
 def test_cost(name, matmuls, transposes, critical):
@@ -152,10 +153,10 @@ def test_cost(name, matmuls, transposes, critical):
 
 @NO_TRACE
 def test_cost_of_128_rows():
-    case = Case(128, 5120, 2048)
+    case = Case(128, 5120, 1792)
     trace = case.run(2).trace
     assert trace.count("nc_matmul", 0) == 80
-    assert trace.critical_path_us() == pytest.approx(42.1, abs=0.1)
+    assert trace.critical_path_us() == pytest.approx(37.8, abs=0.1)
     assert trace.peak()["sbuf"] <= 60 * 1024
 
 

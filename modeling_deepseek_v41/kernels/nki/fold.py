@@ -16,6 +16,17 @@ def folds(rows: int, dim: int, unit: int = 1) -> int:
     return 1
 
 
+def rows_at_a_time(dim: int, streams: int, most: int, unit: int = 1) -> int:
+    """The most rows, 128 or a half of that and so on, of which a part has at most ``most`` values in all ``streams``."""
+    rows = PARTITIONS
+    while streams * dim > most * folds(rows, dim, unit) and rows > 1:
+        rows //= 2
+    assert streams * dim <= most * folds(rows, dim, unit), (
+        f"{streams} streams of {dim} columns: more than {most} values of a part"
+    )
+    return rows
+
+
 def folded(x: nl.NkiTensor, parts: int) -> nl.NkiTensor:
     """[M, .., D] @ HBM as [J, M, .., D / J], the order of a folded tile: the source or destination of a DMA."""
     last = len(x.shape) - 1

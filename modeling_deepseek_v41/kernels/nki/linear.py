@@ -48,9 +48,9 @@ def linear(
 
     Notes:
         Reference: rows.linear, after formats.qdq_fp8 where ``quantize``. bf16 and fp8 products are exact.
-        x is stationary and the weight moves: results lie as rows, and 128 rows take 1.2 times as long as one. A tile of 128 x 128
-        weights takes the tensor engine 53 ns, the DMAs 90 ns in bf16; in fp8 45 ns, so that it is bound by the tensor engine,
-        1.2 times the memory's bound; in fp32 213 ns and 181 ns.
+        x is stationary and the weight moves: results lie as rows, and 128 rows take 1.2 times as long as one. A tile of
+        128 x 128 weights takes the tensor engine 53 ns, the DMAs 90 ns in bf16; in fp8 45 ns, so that it is bound by the
+        tensor engine, 1.2 times the memory's bound; in fp32 213 ns and 181 ns.
         The QDQ happens where x is folded over all partitions; with 128 rows ``activation_qdq`` beforehand takes half as long,
         since the cores share it.
 
@@ -63,8 +63,9 @@ def linear(
     Cost:
         Per core: KT ceil(S / 512) matmuls per 128 rows, a DMA per 16 KiB of weights per partition, K / (128 J) transposes of
         x in J parts. Bound: K S values at 362.5 GB/s. On top of it come 4 us, the latencies of the first load and of the
-        store. Predicted, 6 rows, two cores: 5120 x 2048 (wq_a and wkv, QDQ) 36.3 us, bound 28.9; 1536 x 4096 (wq_b, QDQ)
-        24.3, bound 17.4; 5120 x 2020 (head) 35.9, bound 28.5; 5120 x 384 (router) 11.6, bound 5.4; 20480 x 24 in fp32 (fn)
+        store. Predicted, 6 rows, two cores: 5120 x 1792 (wq_a and wkv, QDQ) 32.3 us, bound 25.3; 1280 x 4096 (wq_b, QDQ)
+        21.2, bound 14.5; 4096 x 1024 (wo_a, QDQ) 18.3, bound 11.6; 1024 x 5120 (wo_b, QDQ) 21.3, bound 14.5; 5120 x 2020
+        (head) 35.9, bound 28.5; 5120 x 384 (router) 11.6, bound 5.4; 20480 x 24 in fp32 (fn)
         10.8, bound 2.7; 5120 x 576 in fp8 with QDQ 13.6, bound 4.1: the QDQ takes 3.3 us before the first matmul.
     """
     rows, contraction = x.shape

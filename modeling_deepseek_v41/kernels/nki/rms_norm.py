@@ -5,7 +5,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .fold import folded, folds, load, load_per_part, load_per_row, row_sums, same_row
+from .fold import folded, folds, load, load_per_part, load_per_row, row_sums, rows_at_a_time, same_row
 from .split import PARTITIONS, core_share, tiles
 
 LEAST_SQUARE = 2.0**-80
@@ -78,11 +78,7 @@ def collapse(x: nl.NkiTensor, pre: nl.NkiTensor, weight: nl.NkiTensor, eps: floa
     assert weight.shape == (1, dim), f"weight {weight.shape}, expected {(1, dim)}"
     out = nl.ndarray((rows, dim), x.dtype, buffer=nl.shared_hbm)
     first, mine = core_share(rows)
-    tile_rows = PARTITIONS
-    while hc * dim > MOST_COLUMNS * folds(tile_rows, dim) and tile_rows > 1:
-        tile_rows //= 2
-    assert hc * dim <= MOST_COLUMNS * folds(tile_rows, dim), f"x {x.shape}: {hc} streams of {dim} columns are too many"
-    for start, count in tiles(mine, tile_rows):
+    for start, count in tiles(mine, rows_at_a_time(dim, hc, MOST_COLUMNS)):
         start += first
         parts = folds(count, dim)
         x_sb = load(x[start : start + count], parts)
