@@ -65,15 +65,13 @@ def mix(out: nl.NkiTensor, y: nl.NkiTensor, residual: nl.NkiTensor, post: nl.Nki
     nisa.dma_copy(dst=streams_sb[hc * size : (hc + 1) * size], src=folded(y, parts))
     coefficients = stationary_tiles(post, comb, parts, residual.dtype)
     out_sb = nl.ndarray((hc * size, width), out.dtype, buffer=nl.sbuf)
-    count = 0
     for at, n in tiles(width, BANK):
         mixed_psum = nl.ndarray((hc * size, n), nl.float32, buffer=nl.psum)
         for i in range(len(coefficients)):
             moving = streams_sb[:, at : at + n]
             nisa.nc_matmul(dst=mixed_psum, stationary=coefficients[i], moving=moving, accumulate=i > 0)
-        engine = nisa.engine.scalar if count % 2 == 0 else nisa.engine.vector
+        engine = nisa.engine.scalar if at // BANK % 2 == 0 else nisa.engine.vector
         nisa.tensor_copy(dst=out_sb[:, at : at + n], src=mixed_psum, engine=engine)
-        count += 1
     nisa.dma_copy(dst=folded(out, parts).permute((2, 0, 1, 3)), src=out_sb)
 
 
