@@ -112,9 +112,15 @@ def test_refusals():
 
 @pytest.mark.skipif(real_nki(), reason="real nki gives no trace")
 def test_cost():
-    trace = Case(6, 5120, 1792, quantize=True).run(2).trace
-    assert trace.count("nc_matmul", 0) == 7 * 40 and trace.count("nc_transpose", 0) == 2 + 7
-    assert trace.critical_path_us() == pytest.approx(21.0, abs=0.06)
+    for k, n, matmuls, transposes, critical in (
+        (5120, 1792, 280, 9, 21.1), (1280, 4096, 160, 17, 14.8), (4096, 1024, 128, 6, 13.2), (1024, 5120, 160, 21, 15.2),
+    ):  # fmt: skip
+        trace = Case(6, k, n, quantize=True).run(2).trace
+        assert trace.count("nc_matmul", 0) == matmuls and trace.count("nc_transpose", 0) == transposes
+        assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
+        busy = trace.busy()
+        assert max(busy["tensor"], busy["vector"], busy["scalar"], busy["gpsimd"]) < busy["dma"]
+        assert trace.peak()["sbuf"] <= 20 * 1024
 
 
 def test_lint():
