@@ -31,7 +31,7 @@ def test_collapse(rows, dim, hc, dtype, cores):
     x, pre, weight = (normal(rows, hc, dim) * 3).to(dtype), normal(rows, hc, seed=2), normal(1, dim, seed=1)
     found = run(module.collapse, array(x), array(pre), array(weight), EPS, cores=cores).outputs
     expected = hyper_connections.collapse(x.float()[None], pre[None], weight[0], EPS, arithmetic(dtype))[0]
-    close(found, expected, dtype, inner=1e-3)
+    close(found, expected, dtype)
 
 
 @CORES

@@ -98,7 +98,7 @@ def test_compress_pool(ratio, dim, groups, dtype, cores):
     rounds = dtype == torch.bfloat16
     arrays = map(array, (kv, score, weight))
     found = run(compress_pool.compress_pool, *arrays, EPS, rounds=rounds, cores=cores).outputs
-    close(found, pooled(kv, score, weight, dtype), dtype, inner=1e-2)
+    close(found, pooled(kv, score, weight, dtype), dtype, inner=2e-3)
 
 
 def test_refusals():
