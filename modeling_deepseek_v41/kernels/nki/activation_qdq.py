@@ -70,9 +70,16 @@ def activation_qdq(x: nl.NkiTensor) -> nl.NkiTensor:
 
 def qdq_block(target: nl.NkiTensor, source: nl.NkiTensor) -> None:
     """QDQ of [P, groups, 32] bf16 @ HBM in one pass."""
-    shape = source.shape
-    x_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
+    x_sb = nl.ndarray(source.shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.dma_copy(dst=x_sb, src=source)
+    out_sb = nl.ndarray(source.shape, nl.bfloat16, buffer=nl.sbuf)
+    qdq(out_sb, x_sb)
+    nisa.dma_copy(dst=target, src=out_sb)
+
+
+def qdq(out_sb: nl.NkiTensor, x_sb: nl.NkiTensor) -> None:
+    """QDQ of [P, groups, 32] bf16 @ SBUF; ``out_sb`` may be ``x_sb``. 8 VectorE and 2 ScalarE instructions."""
+    shape = x_sb.shape
     abs_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
     magnitude(abs_sb, x_sb)
     amax_sb = nl.ndarray(shape[:2], nl.float32, buffer=nl.sbuf)
@@ -86,6 +93,4 @@ def qdq_block(target: nl.NkiTensor, source: nl.NkiTensor) -> None:
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     floor = floor_sb.expand_dim(2).broadcast(2, GROUP)
     round_to_grid(total_sb, small_sb, floor, power_sb, power_sb, total_sb)
-    out_sb = nl.ndarray(shape, nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=out_sb, data=total_sb, op0=nl.multiply, operand0=1.0 / SHRINK, engine=nisa.engine.scalar)
-    nisa.dma_copy(dst=target, src=out_sb)
