@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates with the checkpoint in this repository, greedy and sampled, and tells what it did. ``make run`` runs it."""
+"""Generates with the trained checkpoint in this repository and tells what it did. ``make run`` runs it.
+
+Greedy and sampled, with the DSpark drafter: it proposes blocks of tokens, the model verifies them.
+"""
 
 import time
 from pathlib import Path
 
 from modeling_deepseek_v41.checkpoint import Checkpoint
+from modeling_deepseek_v41.cli.output import speculation_lines
 from modeling_deepseek_v41.config import load_config
+from modeling_deepseek_v41.dspark.options import Speculation
 from modeling_deepseek_v41.engine import Engine
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.progress import format_bytes
@@ -13,8 +18,8 @@ from modeling_deepseek_v41.request import Request
 from modeling_deepseek_v41.sampling import SamplingOptions
 from modeling_deepseek_v41.text import load_tokenizer
 
-CHECKPOINT = Path(__file__).resolve().parents[1] / "tests/data/golden/tiny_a/ckpt"
-PROMPTS = ("The ferry leaves the harbour at seven", "Every morning", "Bread, milk and letters:")
+CHECKPOINT = Path(__file__).resolve().parents[1] / "examples/tiny_bible/ckpt"
+PROMPTS = ("And it came to pass in those days, that", "The LORD is my", "Blessed are they")
 NEW_TOKENS = 48
 
 
@@ -24,7 +29,7 @@ def main() -> None:
     with Checkpoint(CHECKPOINT, config) as checkpoint:
         files, total = len(checkpoint.files), checkpoint.total_bytes
     began = time.perf_counter()
-    model = load_model(CHECKPOINT, numerics="release")
+    model = load_model(CHECKPOINT, numerics="release", drafter=True)
     tokenizer = load_tokenizer(CHECKPOINT, config)
     loaded = time.perf_counter() - began
     print(
@@ -34,7 +39,7 @@ def main() -> None:
     )
     print(f"weights  {CHECKPOINT}: {files} files, {format_bytes(total)}, loaded in {loaded:.1f} s")
 
-    engine = Engine(model, tokenizer, max_batch=2 * len(PROMPTS))
+    engine = Engine(model, tokenizer, max_batch=2 * len(PROMPTS), speculation=Speculation())
     ways = {"greedy": SamplingOptions(), "sampled": SamplingOptions(temperature=0.8, top_k=40, top_p=0.95, seed=1)}
     requests = [
         (prompt, way, Request(tokenizer.encode(prompt), NEW_TOKENS, options))
@@ -52,7 +57,9 @@ def main() -> None:
         f"decode   {stats.decode_tokens} tokens in {stats.decode_steps} steps of up to {len(requests)} prompts,"
         f" {stats.decode_tokens / stats.decode_seconds:.1f} tokens/s"
     )
-    print("\nThe weights of this checkpoint are random, so the text is noise; readable text needs a trained checkpoint.")
+    assert stats.speculation is not None
+    for name, words in speculation_lines(stats.speculation):
+        print(f"{name:10} {words}")
 
 
 if __name__ == "__main__":

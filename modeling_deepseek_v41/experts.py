@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint.rank import Source
-from .errors import RequestError
+from .errors import CheckpointError, RequestError
 from .formats import decode_fp4
+from .fp8_exact import reencode
+from .kernels.nki.experts_layout import pack, shapes
 from .linear import fill, frozen, sigmoid
 from .numerics import Arithmetic
 
-EXPERT_STORAGE = ("decoded", "bytes")
+EXPERT_STORAGE = ("decoded", "bytes", "fp8_exact")
 
 
 class ExpertBank(nn.Module):
@@ -25,8 +27,10 @@ class ExpertBank(nn.Module):
 
     ``decoded`` keeps them in the arithmetic's dtype, which holds every fp4 weight exactly; ``bytes`` keeps the stored
     nibbles [E, n, k/2] and scales [E, n, k/32] (uint8) and decodes the chosen experts at each use: a quarter of the
-    memory, slower. ``whole``: whether all of each expert is here; of a part of its columns the result is a part of a sum and
-    stays fp32. ``share``: what its results are multiplied by, where other ranks hold the same expert and add it up too.
+    memory, slower. ``fp8_exact`` keeps what the experts kernel streams (kernels/nki/experts_layout.py), uint8 [E, cores, ...]:
+    a share of the columns for two cores, a whole expert for one, since its result is rounded before the sum. ``whole``:
+    whether all of each expert is here; of a part of its columns the result is a part of a sum and stays fp32. ``share``:
+    what its results are multiplied by, where other ranks hold the same expert and add it up too.
     """
 
     def __init__(
@@ -36,6 +40,13 @@ class ExpertBank(nn.Module):
         if storage not in EXPERT_STORAGE:
             raise RequestError(f"expert_storage: expected one of {', '.join(EXPERT_STORAGE)}, found {storage!r}")
         self.inter, self.arithmetic, self.whole, self.share = inter, arithmetic, whole, share
+        self.cores = (1 if whole else 2) if storage == "fp8_exact" else 0
+        if self.cores:
+            _check_fp8_exact(d, self.cores, arithmetic)
+            first, second = shapes(d, inter, self.cores)
+            self.w13, self.w2 = (frozen(experts, *shape, dtype=torch.uint8) for shape in (first, second))
+            self.w13_scale = self.w2_scale = None
+            return
         as_bytes = storage == "bytes"
         pack, kind = (2, torch.uint8) if as_bytes else (1, arithmetic.dtype)
         self.w13 = frozen(experts, 2 * inter, d // pack, dtype=kind)
@@ -52,6 +63,9 @@ class ExpertBank(nn.Module):
         """Reads ``name``.{e}.{w1,w2,w3}.{weight,scale} of every expert."""
         for key, parameter in list(self.named_parameters()):
             fill(self, key, torch.empty(parameter.shape, dtype=parameter.dtype))
+        if self.cores:
+            self._load_fp8_exact(checkpoint, name)
+            return
         for expert in range(self.w13.shape[0]):
             for part, weights, scales in (
                 ("w1", self.w13[expert, : self.inter], self._scales(self.w13_scale, expert, slice(self.inter))),
@@ -66,9 +80,29 @@ class ExpertBank(nn.Module):
                     weights.copy_(packed)
                     scales.copy_(scale)
 
+    def _load_fp8_exact(self, checkpoint: Source, name: str) -> None:
+        for expert in range(self.w13.shape[0]):
+            key = f"{name}.{expert}"
+            parts = (f"{key}.{part}" for part in ("w1", "w3", "w2"))
+            w1, w3, w2 = (reencode(checkpoint.tensor(f"{part}.weight"), checkpoint.tensor(f"{part}.scale")) for part in parts)
+            try:
+                packed = pack(w1, w3, w2, self.cores)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}: {error}; expert_storage='decoded' holds every weight") from error
+            self.w13[expert], self.w2[expert] = packed
+
     @staticmethod
     def _scales(scales: Tensor | None, expert: int, rows: slice) -> Tensor | None:
         return None if scales is None else scales[expert, rows]
+
+
+def _check_fp8_exact(d: int, cores: int, arithmetic: Arithmetic) -> None:
+    """Whether a kernel reads this layout, and can."""
+    if not arithmetic.ops.packed_experts or arithmetic.dtype != torch.bfloat16:
+        found = f"kernels {arithmetic.ops.name!r}, {arithmetic.dtype}"
+        raise RequestError(f"expert_storage: fp8_exact is read by the NKI kernels in release numerics only, found {found}")
+    if d % (32 * cores):
+        raise RequestError(f"expert_storage: fp8_exact needs a hidden_size that {32 * cores} divides, found {d}")
 
 
 def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Arithmetic) -> Tensor:
@@ -116,7 +150,7 @@ def _local_experts(
 
     arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
     rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
-    run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else expert_by_expert
+    run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else arithmetic.ops.expert_by_expert
     banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
     return run(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
 
@@ -155,6 +189,11 @@ class Bank(NamedTuple):
     whole: bool
     share: float
 
+    @property
+    def packed(self) -> bool:
+        """Whether the weights are kept as fp8_exact, for the experts kernel."""
+        return self.w13.ndim == 4
+
     def round(self, y: Tensor, arithmetic: Arithmetic) -> Tensor:
         """Results of w2, rounded where they are whole."""
         return arithmetic.round(y) if self.whole else y
@@ -179,22 +218,24 @@ def expert_rows(
     experts, sums = bank.w13.shape[0], []
     for row, row_ids in enumerate(ids.tolist()):
         token, weights = x[row : row + 1], routing[row]
-        y = _one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic)
+        y = one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic)
         if max(row_ids) == experts:
             weights = weights[ids[row] < experts]
             row_ids = [expert for expert in row_ids if expert < experts]
         if row_ids:
-            y = _one_row(token, row_ids, weights, bank, limit, arithmetic) + y
+            y = one_row(token, row_ids, weights, bank, limit, arithmetic) + y
         sums.append(y)
     return torch.cat(sums)
 
 
-def _one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+def one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """Experts ``ids`` of one row [1, d], weighted with routing [len(ids)]: the sum [1, d]."""
     w13, s13, w2, s2, _, share = bank
     token = x.to(w13.dtype if s13 is None else torch.float32)
     gate_up = torch.cat([F.linear(token, _weight(w13, s13, expert)) for expert in ids])
-    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic).to(token.dtype)
-    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert)) for i, expert in enumerate(ids)])
+    h = arithmetic.ops.swiglu(arithmetic.round(gate_up), routing, limit, arithmetic)
+    h = h.to(token.dtype) if bank.whole else h  # a matrix product in bf16 would round what is only a part of a sum
+    y = torch.cat([F.linear(h[i : i + 1], _weight(w2, s2, expert).to(h.dtype)) for i, expert in enumerate(ids)])
     return bank.round(y, arithmetic).sum(0, keepdim=True) * share
 
 
@@ -209,11 +250,12 @@ def expert_by_expert(
     for expert, places in enumerate(order.split(counts)[:-1]):
         if counts[expert]:
             rows = places // k
-            out.index_add_(0, rows, _one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
-    return out.add_(_one_expert(x, 0, None, shared, limit, arithmetic))
+            out.index_add_(0, rows, one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
+    return out.add_(one_expert(x, 0, None, shared, limit, arithmetic))
 
 
-def _one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+def one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """One expert of rows [n, d], weighted with routing [n], or not: [n, d]."""
     w13, s13, w2, s2, _, share = bank
     gate_up = arithmetic.round(F.linear(x, _weight(w13, s13, expert).float()))
     h = arithmetic.ops.swiglu(gate_up, routing, limit, arithmetic)

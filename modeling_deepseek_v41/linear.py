@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint.rank import Source
+from .formats import qdq_fp8
 from .numerics import Arithmetic
 
 SLICE_BYTES = 64 << 20
@@ -23,6 +24,11 @@ def fill(module: nn.Module, name: str, tensor: Tensor) -> None:
     if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
         raise ValueError(f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
     setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def quantise(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """formats.qdq_fp8 of x [..., k] fp32, whose values the arithmetic's dtype holds: an activation of the arithmetic's."""
+    return qdq_fp8(x)
 
 
 class Linear(nn.Module):

@@ -39,7 +39,8 @@ def load_model(
 
     ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
     are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``expert_storage``:
-    decoded or bytes (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py), whose loops are compiled here.
+    decoded or bytes, or fp8_exact for NKI kernels (experts.py); ``kernels``: auto, torch or numba (kernels/dispatch.py), whose
+    loops are compiled here.
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
     drafter's where it is not asked for, are checked but not read. ``parallel``: the ranks that compute the model together;
     each calls this and reads its own parts (shard_plan.py).

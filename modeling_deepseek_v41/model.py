@@ -66,8 +66,9 @@ class Block(nn.Module):
 class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
-    ``expert_storage``: decoded or bytes (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls of at
-    most dspark_block_size + 1 tokens per sequence, which decode and verification are, keep rows apart to the bit (rows.py).
+    ``expert_storage``: decoded, bytes or fp8_exact (experts.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). Calls
+    of at most dspark_block_size + 1 tokens per sequence, which decode and verification are, keep rows apart to the bit
+    (rows.py).
     ``parallel``: the ranks that compute it together, each with its own parts (layout.py); all of them make the same calls.
     """
 

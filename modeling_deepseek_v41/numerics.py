@@ -61,11 +61,11 @@ class Arithmetic(Numerics):
 
     def activation(self, x: Tensor) -> Tensor:
         """The input [..., k] of a quantised linear: fp8 QDQ per 32 where this arithmetic asks for it."""
-        return self.ops.quantise(x) if self.quantize_activations else x
+        return self.ops.quantise(x, self) if self.quantize_activations else x
 
     def window_kv(self, kv: Tensor) -> Tensor:
         """Window KV [..., head_dim] as it is cached: fp8 QDQ per 32, ``dtype``."""
-        return (self.ops.quantise(kv) if self.quantize_cache else kv).to(self.dtype)
+        return (self.ops.quantise(kv, self) if self.quantize_cache else kv).to(self.dtype)
 
     def compressed_kv(self, kv: Tensor) -> Tensor:
         """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""

@@ -4,7 +4,6 @@
 import copy
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 from ..config import ModelConfig, config_from_dict
 from ..errors import CheckpointError
 from ..progress import Progress
+from .folder import fit_engram, write_files
 from .spec import BLOCK, TensorSpec, expected_tensors, vision_tensors
 from .tiny_tokenizer import make_tokenizer
 from .writer import write_shards
@@ -64,7 +64,7 @@ def write_checkpoint(
     checked = config_from_dict(content, source="config")
     words = _load_tokenizer(Path(tokenizer), checked) if tokenizer is not None else make_tokenizer(checked, corpus)
     if checked.engram_layer_ids:
-        _fit_engram(text, words, checked)
+        fit_engram(text, words, checked)
     checked = config_from_dict(content, source=str(folder / "config.json"))
     specs = expected_tensors(checked)
     if checked.has_vision:
@@ -73,21 +73,8 @@ def write_checkpoint(
     write_shards(_tensors(specs, seed, bar), folder, shard_bytes)
     if bar is not None:
         bar.close()
-    _write_json(folder / "config.json", content)
-    words.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(words, checked))
-    ends = list(checked.eos_token_ids)
-    ids = {
-        "bos_token_id": checked.bos_token_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": checked.pad_token_id,
-    }
-    _write_json(folder / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    write_files(folder, content, checked, words)
     return checked
-
-
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _load_tokenizer(file: Path, config: ModelConfig) -> Tokenizer:
@@ -100,25 +87,6 @@ def _load_tokenizer(file: Path, config: ModelConfig) -> Tokenizer:
     if size > config.vocab_size:
         raise CheckpointError(f"{file}: has {size} ids, expected at most vocab_size {config.vocab_size}; raise vocab_size")
     return tokenizer
-
-
-def _tokenizer_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    ids = {"bos": config.bos_token_id, "eos": next(iter(config.eos_token_ids), None), "pad": config.pad_token_id}
-    tokens = {f"{key}_token": tokenizer.id_to_token(token) for key, token in ids.items() if token is not None}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{key: token for key, token in tokens.items() if token is not None},
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": config.max_position_embeddings,
-    }
-
-
-def _fit_engram(text: dict[str, Any], tokenizer: Tokenizer, config: ModelConfig) -> None:
-    from ..engram.hashing import engram_primes
-    from ..engram.token_map import compress_vocabulary
-
-    text["engram_compressed_vocab_size"] = int(compress_vocabulary(tokenizer, config.vocab_size)[1])
-    text["engram_num_embeddings"] = [sum(primes) for primes in engram_primes(config)]
 
 
 def _tensors(specs: Mapping[str, TensorSpec], seed: int, bar: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:

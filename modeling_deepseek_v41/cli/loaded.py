@@ -61,7 +61,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--experts",
         choices=EXPERT_STORAGE,
         default="decoded",
-        help="how routed experts are kept in memory: decoded is faster, bytes takes a quarter (default: decoded)",
+        help="how routed experts are kept in memory: decoded is faster, bytes takes a quarter; fp8_exact"
+        " is for the NKI kernels (default: decoded)",
     )
     group.add_argument(
         "--kernels",

@@ -12,12 +12,13 @@ from .output import console, print_json
 
 DESCRIPTION = """\
 Runs a checkpoint against a golden set, which holds the outputs of the release's reference on it: every prompt's greedy ids
-and logits, engram table rows and, where the set has them, the tensors of every layer.
+and logits, engram table rows and, where the set has them, the DSpark drafter's drafts and the tensors of every layer.
 """
 
 EPILOG = """\
 Modes: f32 pins the mathematics, f32_noq the same without any rounding of caches, ref the shipped arithmetic. Relative error
-is max|a-b| / max|b| over the logits of one row. What a set holds and this version does not check is said.
+is max|a-b| / max|b| over one row of logits, or over the confidence of one block of drafts. What a set holds and this version
+does not check is said.
 
 Exit codes: 0 within the tolerances, 1 outside, 2 something cannot be read.
 

@@ -16,7 +16,7 @@ TORCH = Operations(
     attend_block=attention.attend_block,
     index_scores=indexer.index_scores,
     top_ascending=topk.top_ascending,
-    quantise=formats.qdq_fp8,
+    quantise=linear.quantise,
     quantise_index=formats.qdq_fp4_ue8m0,
     normalise=linear.rms_norm,
     rotate=rope.rotate,
@@ -26,21 +26,42 @@ TORCH = Operations(
     route=moe.route,
     swiglu=experts.swiglu,
     expert_rows=experts.expert_rows,
+    expert_by_expert=experts.expert_by_expert,
 )
 """The reference: PyTorch on any device."""
 
-KERNELS = ("auto", "torch", "numba")
+KERNELS = ("auto", "torch", "numba", "nki")
+
+_registered: dict[str, Operations] = {}
+
+
+def register(ops: Operations) -> None:
+    """Makes ``ops`` known under its name, one that is not taken: how a launcher of kernels other than the device's joins."""
+    if ops.name in KERNELS or ops.name in _registered:
+        raise RequestError(f"kernels: {ops.name!r} is taken; give the operations another name")
+    _registered[ops.name] = ops
+
+
+def operations(name: str) -> Operations:
+    """The implementation called ``name``: torch, numba, nki, a registered one, or auto.
+
+    numba compiles loops for the CPU that the process runs on: the same results up to the order of fp32 sums, many times
+    fewer calls; auto is numba where it is installed and else torch. nki runs this package's kernels on a Neuron device.
+    Raises RequestError for another name and where numba or nki is asked for and absent.
+    """
+    return _registered[name] if name in _registered else _known(name)
 
 
 @functools.cache
-def operations(name: str) -> Operations:
-    """The implementation called ``name``: torch, numba, or auto, which is numba where it is installed and else torch.
-
-    numba compiles loops for the CPU that the process runs on: the same results up to the order of fp32 sums, many times
-    fewer calls. Raises RequestError for another name and where numba is asked for and absent.
-    """
+def _known(name: str) -> Operations:
     if name not in KERNELS:
-        raise RequestError(f"kernels: expected one of {', '.join(KERNELS)}, found {name!r}")
+        raise RequestError(f"kernels: expected one of {', '.join((*KERNELS, *_registered))}, found {name!r}")
+    if name == "nki":
+        if importlib.util.find_spec("nki") is None:
+            raise RequestError("kernels: nki is not installed; it is part of the AWS Neuron SDK; choose torch or numba")
+        from .nki_ops import on_device
+
+        return on_device()
     installed = importlib.util.find_spec("numba") is not None
     if name == "numba" and not installed:
         raise RequestError("kernels: numba is not installed; pip install numba, or choose torch")
@@ -68,4 +89,5 @@ def _numba() -> Operations:
         route=ops.route,
         swiglu=ops.swiglu,
         expert_rows=ops.expert_rows,
+        expert_by_expert=experts.expert_by_expert,
     )

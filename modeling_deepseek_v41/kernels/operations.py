@@ -26,3 +26,6 @@ class Operations:
     route: Callable
     swiglu: Callable
     expert_rows: Callable
+    expert_by_expert: Callable
+    packed_experts: bool = False
+    """Whether the last two read experts that are stored as fp8_exact."""

@@ -43,7 +43,7 @@ def _stored(x: Tensor) -> np.ndarray:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def quantise(x: Tensor) -> Tensor:
+def quantise(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     out = torch.empty(x.shape)
     rowwise.quantise(x.numel(), _rows(x, 1), _rows(out, 1))
     return out

@@ -2,7 +2,8 @@
 """Proof of the numbers: a checkpoint's model against the golden outputs of the release's reference."""
 
 from .check import check_mode, verify
-from .golden_set import MODES, GoldenError, GoldenSet
+from .golden_error import GoldenError
+from .golden_set import MODES, GoldenSet
 from .report import ModeResult, Report
 
 __all__ = ["MODES", "GoldenError", "GoldenSet", "ModeResult", "Report", "check_mode", "verify"]

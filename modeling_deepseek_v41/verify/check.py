@@ -6,11 +6,13 @@ from pathlib import Path
 from ..config import ModelConfig, load_config
 from ..loading import load_model
 from ..model import DeepseekV41Model
-from .golden_set import MODES, GoldenError, GoldenSet, Prompt
+from .drafts import check_drafts
+from .golden_error import GoldenError
+from .golden_set import MODES, GoldenSet, Prompt
 from .hashes import check_hashes, check_image_hashes
 from .layers import check_layers
 from .logits import check_logits
-from .report import HashResult, LayersResult, ModeResult, PromptResult, Report
+from .report import DraftResult, HashResult, LayersResult, ModeResult, PromptResult, Report
 from .run import teacher_forced
 
 
@@ -28,27 +30,36 @@ def verify(
     config = load_config(model_path)
     results = []
     for name in modes:
-        longest = _longest(golden.prompts(name, config))
-        model = load_model(model_path, MODES[name], max_seq_len=longest, kernels=kernels, progress=progress)
+        drafter = config.num_nextn_predict_layers > 0 and golden.has_drafts(name)
+        length = _longest(golden.prompts(name, config)) + (config.dspark_block_size if drafter else 0)
+        length = min(length, config.max_position_embeddings)
+        model = load_model(model_path, MODES[name], length, kernels=kernels, progress=progress, drafter=drafter)
         results.append(check_mode(model, golden, name))
     return Report(str(model_path), str(golden_folder), results)
 
 
 def check_mode(model: DeepseekV41Model, golden: GoldenSet, mode: str) -> ModeResult:
-    """Checks ``model``, whose numerics are MODES[mode], against everything that ``golden`` holds for ``mode``."""
+    """Checks ``model``, whose numerics are MODES[mode], against everything that ``golden`` holds for ``mode``.
+
+    Drafts are checked where the model has its drafter.
+    """
     prompts = golden.prompts(mode, model.config)
     checked: list[PromptResult] = []
+    drafts: list[DraftResult] = []
     hashes: list[HashResult] = []
     for prompt in prompts:
-        run = teacher_forced(model, prompt)
+        run = teacher_forced(model, prompt, drafter=model.drafter if prompt.drafts is not None else None)
         checked.append(check_logits(model, prompt, mode, run.logits))
+        if run.drafts is not None and prompt.drafts is not None:
+            drafts.append(check_drafts(model, prompt, mode, prompt.drafts, run.drafts))
         if run.hashes is not None and prompt.hashes is not None:
             hashes.append(check_hashes(prompt.name, run.hashes, prompt.hashes))
     image = golden.image_prompt(mode, model.config)
     if image is not None:
         hashes.append(check_image_hashes(model, image))
     layers = check_layer_files(model, golden, mode)
-    return ModeResult(mode, MODES[mode], checked, layers, hashes, _left_out(golden, mode, model.config, layers, hashes))
+    words = [*_left_out(golden, mode, model.config, layers, hashes), *_drafts_left_out(golden, mode, model)]
+    return ModeResult(mode, MODES[mode], checked, drafts, layers, hashes, words)
 
 
 def check_layer_files(model: DeepseekV41Model, golden: GoldenSet, mode: str) -> list[LayersResult]:
@@ -76,10 +87,11 @@ def _left_out(
     unhashed = [f"p{prompt.length}" for prompt in golden.prompts(mode, config) if prompt.hashes is None]
     if config.engram_layer_ids and hashes and unhashed:
         words.append(f"engram hashes of {', '.join(unhashed)}: the set has none")
-    if golden.has_drafts(mode):
-        words.append("drafts: not checked, this command does not run the drafter")
     if golden.has_taps(mode):
-        words.append("main_hidden of whole prompts: not judged, it carries the mode's noise; a layer file's is compared")
+        words.append(
+            "main_hidden of whole prompts: not judged, it carries the mode's noise; in ref it feeds the drafter, and a layer"
+            " file's is compared"
+        )
     if golden.has_image_logits(mode):
         words.append("vl logits: not checked, image input is not part of this version (its engram hashes are)")
     if not config.engram_layer_ids:
@@ -89,3 +101,15 @@ def _left_out(
     if not layers:
         words.append(f"layers: the set has no layer file for {mode}")
     return words
+
+
+def _drafts_left_out(golden: GoldenSet, mode: str, model: DeepseekV41Model) -> list[str]:
+    config = model.config
+    if not config.num_nextn_predict_layers:
+        return [f"drafts: num_nextn_predict_layers of {config.source} is 0, the checkpoint holds no drafter"]
+    missing = [prompt.name for prompt in golden.prompts(mode, config) if prompt.drafts is None]
+    if not golden.has_drafts(mode):
+        return [f"drafts: the set has none for {mode}"]
+    if model.drafter is None:
+        return ["drafts: not checked, the model was loaded without its drafter"]
+    return [f"drafts of {', '.join(missing)}: the set has none"] if missing else []

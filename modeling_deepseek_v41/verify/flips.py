@@ -19,8 +19,8 @@ class Deviation(NamedTuple):
 
     batch: int
     position: int
-    layer: int | None = None
-    """The layer that was given golden inputs; None for logits, which any layer may have spoiled."""
+    block: str | None = None
+    """The block that was given golden inputs; None for logits, which any block may have spoiled."""
 
 
 def explain(trace: QdqTrace, deviations: Callable[[], list[Deviation]]) -> list[Flip] | None:
@@ -53,7 +53,7 @@ def _candidates(near: set[Flip], first: Deviation, undone: list[Flip]) -> list[F
         for flip in near
         if flip not in undone
         and flip.batch == first.batch
-        and flip.position <= first.position
-        and first.layer in (None, flip.layer)
+        and flip.seen_from <= first.position
+        and first.block in (None, flip.block)
     ]
-    return sorted(may_explain, key=lambda flip: (flip.position != first.position, flip))[:TRIALS]
+    return sorted(may_explain, key=lambda flip: (flip.seen_from != first.position, flip))[:TRIALS]

@@ -18,14 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..errors import DeepseekV41Error
+from .golden_drafts import GoldenDrafts, read_drafts
+from .golden_error import GoldenError, check_shape, check_vocabulary
 
 MODES = {"f32": "fp32", "f32_noq": "fp32_no_qdq", "ref": "release"}
 """The modes of a set, and the model's numerics that each pins."""
-
-
-class GoldenError(DeepseekV41Error):
-    """A golden set that cannot be read, or that belongs to another checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +44,9 @@ class Prompt:
     """[B, N] relative noise of the reference's own logits."""
     tie_from: int | None
     """First row that a tie without a rule may have changed."""
+    drafts: GoldenDrafts | None = None
+    taps: Tensor | None = None
+    """[B, L + N - 1, targets * d] the reference's own taps (main_hidden), read for the drafts of ref alone."""
 
     @property
     def name(self) -> str:
@@ -63,6 +63,11 @@ class ImagePrompt:
     alive: Tensor
     """[B, T] bool, False inside image spans."""
     hashes: Tensor
+
+
+def is_drafters(key: str) -> bool:
+    """Whether ``key`` of a layer file belongs to the drafter: draft<n>.* or *.mtp.<i>.*."""
+    return key.startswith("draft") or ".mtp." in key
 
 
 class GoldenSet:
@@ -114,8 +119,8 @@ class GoldenSet:
         after = generated[:, :-1]
         alive = torch.cat([types < 0, torch.ones_like(after, dtype=torch.bool)], 1)
         image = ImagePrompt(torch.cat([ids, after], 1), alive, hashes)
-        self._fits(file, "vl.engram_hash", hashes, (*image.ids.shape, len(config.engram_layer_ids), config.engram_columns))
-        self._fits_vocabulary(file, "vl.input_ids", image.ids, config)
+        check_shape(file, "vl.engram_hash", hashes, (*image.ids.shape, len(config.engram_layer_ids), config.engram_columns))
+        check_vocabulary(file, "vl.input_ids", image.ids, config)
         return image
 
     def layer_files(self, mode: str) -> dict[int, Path]:
@@ -125,8 +130,9 @@ class GoldenSet:
         return dict(sorted(found.items()))
 
     def has_drafts(self, mode: str) -> bool:
-        """Whether the set pins the drafter's outputs."""
-        return any(".draft_" in key for key in self.tensors(self._file(mode)))
+        """Whether the set pins what the drafter makes, in the file of ``mode`` or in a layer file."""
+        files = [self._file(mode), *self.layer_files(mode).values()]
+        return any(".draft_" in key or is_drafters(key) for file in files for key in self.tensors(file))
 
     def has_taps(self, mode: str) -> bool:
         """Whether the set has the taps of whole prompts."""
@@ -165,10 +171,10 @@ class GoldenSet:
                 raise GoldenError(f"{file}: {name}.{key} is missing; copy the golden set again")
         ids, generated, logits = (tensors[f"{name}.{key}"] for key in ("input_ids", "generated", "logits"))
         batch, steps = generated.shape
-        self._fits(file, f"{name}.input_ids", ids, (batch, length))
-        self._fits(file, f"{name}.logits", logits, (batch, steps, config.vocab_size))
+        check_shape(file, f"{name}.input_ids", ids, (batch, length))
+        check_shape(file, f"{name}.logits", logits, (batch, steps, config.vocab_size))
         for key, tokens in (("input_ids", ids), ("generated", generated)):
-            self._fits_vocabulary(file, f"{name}.{key}", tokens, config)
+            check_vocabulary(file, f"{name}.{key}", tokens, config)
         positions = length + steps - 1
         if positions > config.max_position_embeddings:
             raise GoldenError(
@@ -180,33 +186,24 @@ class GoldenSet:
             hashes = None
         if hashes is not None:
             shape = (batch, positions, len(config.engram_layer_ids), config.engram_columns)
-            self._fits(file, f"{name}.engram_hash", hashes, shape)
-        margin, noise = (self._per_row(length, mode, kind, (batch, steps)) for kind in ("margin", "noise_rel"))
+            check_shape(file, f"{name}.engram_hash", hashes, shape)
+        margin, noise = (self._per_row(length, f"{mode}_{kind}", (batch, steps)) for kind in ("margin", "noise_rel"))
+        agree = self._per_row(length, "draft_noise_ids_agree", (batch, steps)) if mode == "ref" else None
         tie = self._first_tied_row(length) if mode == "f32_noq" else None
-        return Prompt(length, ids, generated, logits.float(), hashes, margin, noise, tie)
+        drafts = read_drafts(file, tensors, self.facts, generated, length, config, agree)
+        taps = tensors.get(f"{name}.main_hidden") if drafts is not None and mode == "ref" else None
+        if taps is not None:
+            width = len(config.dspark_target_layer_ids) * config.hidden_size
+            check_shape(file, f"{name}.main_hidden", taps, (batch, positions, width))
+        return Prompt(length, ids, generated, logits.float(), hashes, margin, noise, tie, drafts, taps)
 
-    def _fits(self, file: Path, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise GoldenError(
-                f"{file}: {key} has shape {list(tensor.shape)}, the checkpoint's configuration asks for {list(shape)};"
-                " give the checkpoint that this set was made from"
-            )
-
-    def _fits_vocabulary(self, file: Path, key: str, ids: Tensor, config: ModelConfig) -> None:
-        largest = int(ids.max())
-        if largest >= config.vocab_size:
-            raise GoldenError(
-                f"{file}: {key} holds id {largest}, vocab_size of {config.source} is {config.vocab_size};"
-                " give the checkpoint that this set was made from"
-            )
-
-    def _per_row(self, length: int, mode: str, kind: str, shape: tuple[int, int]) -> Tensor | None:
+    def _per_row(self, length: int, kind: str, shape: tuple[int, int]) -> Tensor | None:
         facts = (self.facts.get("prompts") or {}).get(str(length)) or {}
-        values = facts.get(f"{mode}_{kind}")
+        values = facts.get(kind)
         if values is None:
             return None
         table = torch.tensor(values, dtype=torch.float32)
-        self._fits(self.folder / "golden.json", f"prompts.{length}.{mode}_{kind}", table, shape)
+        check_shape(self.folder / "golden.json", f"prompts.{length}.{kind}", table, shape)
         return table
 
     def _first_tied_row(self, length: int) -> int | None:

@@ -12,22 +12,25 @@ from ..model import DeepseekV41Model
 from ..state import allocate
 from .compare import largest, relative_error, within
 from .flips import Deviation, explain
+from .golden_error import GoldenError
 from .golden_inputs import GoldenInputs
-from .golden_set import GoldenError, Prompt
+from .golden_set import Prompt, is_drafters
 from .qdq_trace import QdqTrace
 from .report import KindResult, LayersResult
+from .run import learn, propose
 
 SHARE = 0.999
 """Of a kind's elements in ref mode, what must be equal: fp32 sums in another order round a rare bf16 result the other way."""
 
-FP32_TOLERANCE = {"f32": 1e-5, "ref": 1e-3}
+FP32_TOLERANCE = {"f32": 1e-5, "f32_noq": 1e-5, "ref": 1e-3}
 """Of fp32 tensors, relative to the row's largest. In ref, one bf16 rounding of the streams moves the mixes by some 1e-4."""
 
 KINDS = {
-    "attn_in", "attn_out", "candidates", "compress_kv", "compressor_latent_pre_rope", "engram_out", "ffn_in", "ffn_out",
-    "gate_indices", "gate_weights", "index_k", "main_hidden", "pre_out", "topk_idxs_with_offset", "window_ring", "x_out",
+    "attn_in", "attn_out", "candidates", "compress_kv", "compressor_latent_pre_rope", "confidence", "engram_out", "ffn_in",
+    "ffn_out", "gate_indices", "gate_weights", "ids", "index_k", "main_hidden", "pre_out", "topk_idxs_with_offset",
+    "window_ring", "x_out",
 }  # fmt: skip
-"""What a layer file of the backbone holds, as far as this version knows."""
+"""What a layer file holds, as far as this version knows."""
 
 
 @dataclasses.dataclass
@@ -53,20 +56,24 @@ class Comparison:
         """Keys of the layer file that nothing was compared with."""
 
     def __call__(
-        self, kind: str, layer: int, found: Tensor, golden: Tensor, positions: Tensor, settled: Tensor | None = None
+        self, block: str, kind: str, found: Tensor, golden: Tensor, positions: Tensor, settled: Tensor | None = None
     ) -> None:
-        """Adds ``found`` [n, ...] against ``golden`` [n, ...]; rows of ``settled`` count as equal."""
+        """Adds ``found`` [n, ...] against ``golden`` [n, ...]; rows of ``settled`` count as equal.
+
+        The drafter's tensors count for themselves: kind attn_out of block mtp.1 as "drafter attn_out".
+        """
         if found.shape != golden.shape:
             raise GoldenError(
-                f"{self.file}: layer {layer} {kind} has shape {list(golden.shape)} for one sequence, the model gives"
+                f"{self.file}: {block}.{kind} has shape {list(golden.shape)} for one sequence, the model gives"
                 f" {list(found.shape)}; give the checkpoint that this set was made from"
             )
-        pool = self.pools.setdefault(kind, _Pool())
+        name = f"drafter {kind}" if block.startswith(("mtp.", "draft")) else kind
+        pool = self.pools.setdefault(name, _Pool())
         if golden.dtype == torch.float32:
             equal, pool.rule = within(found, golden, self.tolerance), f"within {self.tolerance:.0e}"
         else:
             equal, pool.rule = found == golden, "equal"
-        rows = equal.flatten(1)
+        rows = equal.unsqueeze(-1).flatten(1)
         if settled is not None:
             pool.ties += int((settled & ~rows.all(-1)).sum())
             rows = rows | settled.unsqueeze(-1)
@@ -77,14 +84,15 @@ class Comparison:
         bad = positions[~rows.all(-1)].tolist()
         pool.rows += len(rows)
         pool.bad_rows += len(bad)
-        self.deviations += [Deviation(0, position, layer) for position in bad]
+        self.deviations += [Deviation(0, position, block) for position in bad]
 
 
 def check_layers(model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path, golden: dict[str, Tensor]) -> LayersResult:
     """Compares every tensor of the layer file ``golden`` with the model's own, computed from the golden's inputs.
 
-    ref: at least SHARE of each kind's elements bit-equal (fp32 tensors: within tolerance). f32: every element within
-    tolerance, or brought there by undoing QDQ rounding flips. Raises GoldenError where the file belongs to another model.
+    The drafter's are compared where the model has it. ref: at least SHARE of each kind's elements bit-equal (fp32 tensors:
+    within tolerance). f32_noq: every element within tolerance; f32 likewise, or brought there by undoing QDQ rounding
+    flips. Raises GoldenError where the file belongs to another model.
     """
     _check_file(model, file, golden)
     comparison = _run(model, prompt, mode, file, golden)
@@ -92,7 +100,7 @@ def check_layers(model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path,
     if mode == "f32" and comparison.deviations:
         comparison, note = _explain(model, prompt, mode, file, golden, comparison)
     share = SHARE if mode == "ref" else 1.0
-    left = [key for key in comparison.unused if not _is_drafters(key)]
+    left = [key for key in comparison.unused if model.drafter is not None or not is_drafters(key)]
     unused = [key for key in left if _kind(key) in KINDS]
     kinds = [
         KindResult(
@@ -118,10 +126,6 @@ def _note(pool: _Pool) -> str:
     return "; ".join(words)
 
 
-def _is_drafters(key: str) -> bool:
-    return key.startswith("draft") or ".mtp." in key
-
-
 def _kind(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
@@ -136,8 +140,14 @@ def _check_file(model: DeepseekV41Model, file: Path, golden: dict[str, Tensor]) 
             f"{file}: has layer {max(numbers)}, num_hidden_layers of {config.source} is {config.num_hidden_layers};"
             " give the checkpoint that this set was made from"
         )
+    stages = [int(match[1]) for key in golden if (match := re.match(r"\w+\.mtp\.(\d+)\.", key))]
+    if model.drafter is not None and max(stages, default=0) >= config.num_nextn_predict_layers:
+        raise GoldenError(
+            f"{file}: has stage mtp.{max(stages)}, num_nextn_predict_layers of {config.source} is"
+            f" {config.num_nextn_predict_layers}; give the checkpoint that this set was made from"
+        )
     for key, tensor in golden.items():
-        if key.endswith(".x_out") and ".layers." in key and tensor.shape[-2:] != (config.hc_mult, config.hidden_size):
+        if key.endswith(".x_out") and tensor.shape[-2:] != (config.hc_mult, config.hidden_size):
             raise GoldenError(
                 f"{file}: {key} has streams {list(tensor.shape[-2:])}, {config.source} asks for"
                 f" {[config.hc_mult, config.hidden_size]}; give the checkpoint that this set was made from"
@@ -147,25 +157,31 @@ def _check_file(model: DeepseekV41Model, file: Path, golden: dict[str, Tensor]) 
 @torch.inference_mode()
 def _run(model: DeepseekV41Model, prompt: Prompt, mode: str, file: Path, golden: dict[str, Tensor]) -> Comparison:
     comparison = Comparison(mode, file)
+    drafter, ids_after = model.drafter, prompt.generated[:1]
     state = allocate(model.state_spec(1))
-    slot = rank = torch.zeros(1, dtype=torch.int64)
+    slot, rank = torch.zeros(1, dtype=torch.int64), model.parallel.rank_tensor()
     with GoldenInputs(model, golden, comparison) as inputs:
         for step, call in enumerate(_calls(prompt, golden)):
             inputs.call = call
-            ids = prompt.generated[:1, step - 1 : step] if step else prompt.input_ids[:1]
-            start = prompt.length + step - 1 if step else 0
-            read_len = start + ids.shape[1]
-            _, taps, *_ = model(ids, torch.tensor([start]), torch.tensor([ids.shape[1]]), slot, rank, *state, read_len=read_len)
-            main_hidden = inputs.get("main_hidden")
-            if main_hidden is not None:
-                comparison("main_hidden", -1, taps[0], main_hidden[0], torch.arange(start, read_len))
+            ids = ids_after[:, step - 1 : step] if step else prompt.input_ids[:1]
+            first = prompt.length + step - 1 if step else 0
+            stop = first + ids.shape[1]
+            start = torch.tensor([first])
+            _, taps, *_ = model(ids, start, torch.tensor([ids.shape[1]]), slot, rank, *state, read_len=stop)
+            taps = inputs.taps(taps)
+            if drafter is None:
+                continue
+            learn(model, drafter, taps, start, slot, state)
+            if 0 < step < ids_after.shape[1]:
+                inputs.call = f"draft{step - 1}"
+                inputs.drafts(propose(model, drafter, ids_after[:, step], torch.tensor([stop]), slot, state))
     comparison.unused = sorted(golden.keys() - inputs.used)
     return comparison
 
 
 def _calls(prompt: Prompt, golden: dict[str, Tensor]) -> tuple[str, ...]:
     """The prefill and the decode steps up to the last that ``golden`` has tensors of and ``prompt`` has ids for."""
-    present = [int(match[1]) + 1 for key in golden if (match := re.match(r"decode(\d+)\.", key))]
+    present = [int(match[1]) + 1 for key in golden if (match := re.match(r"(?:decode|draft)(\d+)\.", key))]
     steps = min(max(present, default=0), prompt.generated.shape[1])
     return "prefill", *(f"decode{step}" for step in range(steps))
 

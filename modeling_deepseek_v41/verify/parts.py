@@ -7,9 +7,11 @@ from ..engram.layer import Engram
 from ..model import Block, DeepseekV41Model
 
 
-def blocks(model: DeepseekV41Model) -> list[Block]:
-    """The layers of ``model``, first to last."""
-    return [cast(Block, layer) for layer in model.layers]
+def blocks(model: DeepseekV41Model) -> dict[str, Block]:
+    """Every block by the checkpoint's name for it: layers.0, ... and, where the model has its drafter, mtp.0, ..."""
+    named = {f"layers.{layer}": block for layer, block in enumerate(model.blocks)}
+    drafter = model.drafter
+    return named | ({f"mtp.{stage}": block for stage, block in enumerate(drafter.stages)} if drafter is not None else {})
 
 
 def engrams(model: DeepseekV41Model) -> dict[int, Engram]:

@@ -21,6 +21,22 @@ class PromptResult:
 
 
 @dataclasses.dataclass
+class DraftResult:
+    """The drafts of one prompt against the golden's: ``steps`` in the set, ``counted`` of them judged."""
+
+    prompt: str
+    steps: int
+    counted: int
+    ids_equal: int
+    """Steps whose draft ids are all equal."""
+    logits_error_median: float | None
+    logits_error_max: float | None
+    confidence_error_max: float | None
+    ok: bool
+    note: str = ""
+
+
+@dataclasses.dataclass
 class KindResult:
     """One kind of per-layer tensor, pooled over layers and calls: how many elements meet ``rule``."""
 
@@ -42,7 +58,7 @@ class LayersResult:
     unused: list[str]
     """Tensors of known kinds that nothing was compared with: a reason to fail."""
     unknown: list[str]
-    """Kinds of tensors that this version does not know; the drafter's are not among them."""
+    """Kinds of tensors that this version does not know."""
     note: str
 
     @property
@@ -72,6 +88,7 @@ class ModeResult:
     mode: str
     numerics: str
     prompts: list[PromptResult]
+    drafts: list[DraftResult]
     layers: list[LayersResult]
     hashes: list[HashResult]
     left_out: list[str]
@@ -79,8 +96,8 @@ class ModeResult:
     @property
     def ok(self) -> bool:
         """Whether everything that was checked is within its tolerance."""
-        verdicts = [part.ok for part in self.prompts] + [part.ok for part in self.layers] + [part.ok for part in self.hashes]
-        return all(verdicts)
+        parts = (self.prompts, self.drafts, self.layers, self.hashes)
+        return all(part.ok for kind in parts for part in kind)
 
 
 @dataclasses.dataclass

@@ -15,6 +15,12 @@ RULES = {
     "ref": "greedy id equal where the golden's margin is above the reference's own noise; errors are shown, not judged",
 }
 
+DRAFT_RULES = {
+    "f32": f"ids equal, error of logits and confidence <= {TOLERANCE:.0e}, behind a flip <= {SPOILED_TOLERANCE:.0e}",
+    "f32_noq": f"before a recorded tie ids equal, error of logits and confidence <= {TOLERANCE:.0e}",
+    "ref": "from the golden's taps, ids equal where the reference's own noise leaves them equal; errors are shown, not judged",
+}
+
 
 def print_report(report: Report, console: Console) -> None:
     """Prints every mode, then one line that says whether all is well. ``console`` takes no markup."""
@@ -34,6 +40,8 @@ def _print_mode(mode: ModeResult, console: Console) -> None:
         verdict = _verdict(row.ok) if row.counted else Text("-")
         table.add_row(row.prompt, str(row.rows), str(row.counted), equal, *errors, verdict, row.note)
     console.print(table)
+    if mode.drafts:
+        _print_drafts(mode, console)
     for layers in mode.layers:
         _print_layers(layers, mode.mode, console)
     for hashes in mode.hashes:
@@ -41,6 +49,18 @@ def _print_mode(mode: ModeResult, console: Console) -> None:
         console.print(Text(f"engram hashes {hashes.prompt}: {equal}") + _verdict(hashes.ok))
     for words in mode.left_out:
         console.print(words)
+
+
+def _print_drafts(mode: ModeResult, console: Console) -> None:
+    console.print(f"drafts, of the prefill and of every step: {DRAFT_RULES[mode.mode]}")
+    columns = ("logits median", "logits max", "confidence max")
+    table = _table("prompt", "steps", "judged", "ids equal", *columns, "verdict", "note")
+    for row in mode.drafts:
+        errors = (row.logits_error_median, row.logits_error_max, row.confidence_error_max)
+        equal = f"{row.ids_equal} of {row.counted}"
+        verdict = _verdict(row.ok) if row.counted else Text("-")
+        table.add_row(row.prompt, str(row.steps), str(row.counted), equal, *map(_number, errors), verdict, row.note)
+    console.print(table)
 
 
 def _print_layers(layers: LayersResult, mode: str, console: Console) -> None:

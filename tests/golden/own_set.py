@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
@@ -19,7 +19,14 @@ from modeling_deepseek_v41.model import DeepseekV41Model
 from modeling_deepseek_v41.state import allocate
 from modeling_deepseek_v41.verify import MODES
 from modeling_deepseek_v41.verify.golden_set import Prompt
-from modeling_deepseek_v41.verify.run import teacher_forced
+from modeling_deepseek_v41.verify.parts import blocks
+from modeling_deepseek_v41.verify.run import learn, propose, teacher_forced
+
+STEPS = 5
+"""Of every prompt."""
+
+LOGIT_STEPS = [0, 2, 4]
+"""Those whose draft logits a set holds."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -48,28 +55,32 @@ WITH_ALL: dict[str, Any] = SMALL | {
 
 
 def make_set(
-    folder: Path, config: dict[str, Any], batch: int, lengths: tuple[int, ...], layers_of: int | None, steps: int = 5
+    folder: Path, config: dict[str, Any], batch: int, lengths: tuple[int, ...], layers_of: int | None, drafts: bool = False
 ) -> tuple[Path, Path]:
-    """A random checkpoint and a set of all modes in ``folder``: (checkpoint, golden folder)."""
+    """A random checkpoint and a set of all modes in ``folder``, with its ``drafts`` or without: (checkpoint, golden folder)."""
     checkpoint, golden = folder / "ckpt", folder / "golden"
     write_checkpoint(config, checkpoint, seed=3)
     golden.mkdir(parents=True)
-    facts: dict[str, Any] = {"prompts": {}, "noq_ties": {}}
+    facts: dict[str, Any] = {"prompts": {}, "noq_ties": {}} | ({"draft_logit_steps": LOGIT_STEPS} if drafts else {})
     for mode, numerics in MODES.items():
-        model = load_model(checkpoint, numerics, progress=False)
+        model = load_model(checkpoint, numerics, progress=False, drafter=drafts)
         tensors = {}
         for length in lengths:
-            prompt = greedy(model, batch, length, steps)
+            prompt = greedy(model, batch, length)
             tensors |= {
                 f"p{length}.input_ids": prompt.input_ids, f"p{length}.generated": prompt.generated,
                 f"p{length}.logits": prompt.logits,
             }  # fmt: skip
             if prompt.hashes is not None:
                 tensors[f"p{length}.engram_hash"] = prompt.hashes
+            if model.drafter is not None:
+                tensors |= draft_tensors(model, prompt, mode)
             if mode == "ref":
                 best = prompt.logits.topk(2).values
-                margin, noise = best[..., 0] - best[..., 1], torch.full((batch, steps), 1e-3)
+                margin, noise = best[..., 0] - best[..., 1], torch.full((batch, STEPS), 1e-3)
                 facts["prompts"][str(length)] = {"ref_margin": margin.tolist(), "ref_noise_rel": noise.tolist()}
+                if drafts:
+                    facts["prompts"][str(length)]["draft_noise_ids_agree"] = torch.ones(batch, STEPS).tolist()
             if length == layers_of and mode != "f32_noq":
                 save_file(layer_tensors(model, prompt), golden / f"layers_p{length}_{mode}.safetensors")
         save_file(tensors, golden / f"golden_{mode}.safetensors")
@@ -77,11 +88,11 @@ def make_set(
     return checkpoint, golden
 
 
-def greedy(model: DeepseekV41Model, batch: int, length: int, steps: int) -> Prompt:
-    """A prompt with the model's own greedy continuation."""
+def greedy(model: DeepseekV41Model, batch: int, length: int) -> Prompt:
+    """A prompt with the model's own greedy continuation of STEPS ids."""
     ids = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length))
-    generated = torch.zeros(batch, steps, dtype=torch.int64)
-    for step in range(steps):
+    generated = torch.zeros(batch, STEPS, dtype=torch.int64)
+    for step in range(STEPS):
         prompt = Prompt(length, ids, generated, torch.zeros(0), None, None, None, None)
         run = teacher_forced(model, prompt, step + 1)
         generated[:, step] = run.logits[:, -1].argmax(-1)
@@ -89,36 +100,54 @@ def greedy(model: DeepseekV41Model, batch: int, length: int, steps: int) -> Prom
 
 
 @torch.inference_mode()
+def draft_tensors(model: DeepseekV41Model, prompt: Prompt, mode: str) -> dict[str, Tensor]:
+    """The drafts of every step, in ref with the taps that they were made from; nothing at position 0, as in the reference."""
+    taps: list[Tensor] = []
+    handle = model.register_forward_hook(lambda module, args, out: taps.append(out[1]))
+    drafts = teacher_forced(model, prompt, drafter=model.drafter).drafts
+    handle.remove()
+    assert drafts is not None
+    if prompt.length == 1:
+        drafts.ids[:, 0], drafts.logits[:, 0], drafts.confidence[:, 0] = -1, torch.nan, torch.nan
+    found = {
+        "draft_ids": drafts.ids, "draft_logits": drafts.logits[:, LOGIT_STEPS], "draft_confidence": drafts.confidence,
+    }  # fmt: skip
+    if mode == "ref":
+        found["main_hidden"] = torch.cat(taps, 1).to(model.numerics.dtype)
+    return {f"p{prompt.length}.{kind}": tensor.clone() for kind, tensor in found.items()}
+
+
+@torch.inference_mode()
 def layer_tensors(model: DeepseekV41Model, prompt: Prompt) -> dict[str, Tensor]:
-    """The tensors of a layer file for the prompt's row 0: prefill and two decode steps."""
+    """The tensors of a layer file for the prompt's row 0: prefill, two decode steps and the draft behind the second."""
     config, state = model.config, allocate(model.state_spec(1))
     found: dict[str, Tensor] = {}
     handles: list[Any] = []
     place = {"call": "prefill", "offset": prompt.length}
     narrow = model.numerics.dtype
 
-    def on(module: nn.Module, layer: int, keep: Callable[[Any], dict[str, Tensor]]) -> None:
+    def on(module: nn.Module, name: str, keep: Callable[[Any], dict[str, Tensor]]) -> None:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             for kind, tensor in keep(out).items():
                 tensor = tensor.to(narrow) if tensor.is_floating_point() and kind not in ("pre_out", "gate_weights") else tensor
-                found[f"{place['call']}.layers.{layer}.{kind}"] = tensor.clone()
+                found[f"{place['call']}.{name}.{kind}"] = tensor.clone()
 
         handles.append(module.register_forward_hook(hook))
 
     def chosen(out: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         return {"topk_idxs_with_offset": torch.where(out[0] < 0, out[0], out[0] + place["offset"]).int()}
 
-    for layer, block in enumerate(model.layers):
-        on(block, layer, lambda out: {"x_out": out[0], "pre_out": out[1]})
-        on(block.attn, layer, lambda out: {"attn_out": out[0]})
-        on(block.ffn, layer, lambda out: {"ffn_out": out})
-        on(block.ffn.gate, layer, lambda out: {"gate_indices": out[0][0].flip(-1).int(), "gate_weights": out[1][0].flip(-1)})
-        if layer in config.engram_layer_ids:
-            on(block.engram, layer, lambda out: {"engram_out": out})
-        if layer in config.index_source_layer_ids:
-            on(block.attn.indexer, layer, chosen)
-        if layer in config.kv_source_layer_ids:
-            on(block.attn.compressor, layer, lambda out: {"compressor_latent_pre_rope": out[0][:, out[2][0]]})
+    for name, block in blocks(model).items():
+        on(block, name, lambda out: {"x_out": out[0], "pre_out": out[1]})
+        on(block.attn, name, lambda out: {"attn_out": out[0]})
+        on(block.ffn, name, lambda out: {"ffn_out": out})
+        on(block.ffn.gate, name, lambda out: {"gate_indices": out[0][0].flip(-1).int(), "gate_weights": out[1][0].flip(-1)})
+        if block.engram is not None:
+            on(block.engram, name, lambda out: {"engram_out": out})
+        if block.attn.indexer is not None:
+            on(block.attn.indexer, name, chosen)
+        if block.attn.compressor is not None:
+            on(block.attn.compressor, name, lambda out: {"compressor_latent_pre_rope": out[0][:, out[2][0]]})
     size = config.candidate_block_size
     if config.candidate_source_layer_id >= 0:
 
@@ -128,11 +157,18 @@ def layer_tensors(model: DeepseekV41Model, prompt: Prompt) -> dict[str, Tensor]:
 
         handles.append(model.layers[config.candidate_source_layer_id].attn.indexer.register_forward_hook(candidates))
     one = torch.zeros(1, dtype=torch.int64)
+    drafter = model.drafter
     for step in range(3):
         ids = prompt.generated[:1, step - 1 : step] if step else prompt.input_ids[:1]
         start = prompt.length + step - 1 if step else 0
         place["call"], place["offset"] = (f"decode{step - 1}", config.sliding_window) if step else ("prefill", prompt.length)
         _, taps, *_ = model(ids, one + start, one + ids.shape[1], one, one, *state, read_len=prompt.length + 2)
+        if drafter is not None:
+            learn(model, drafter, taps, one + start, one, state)
+        if drafter is not None and step == 2:
+            place["call"] = "draft1"
+            drafts = propose(model, drafter, prompt.generated[:1, 2], one + start + 1, one, state)
+            found |= {"draft1.ids": drafts.ids, "draft1.confidence": drafts.confidence}
         if not step:
             found["prefill.main_hidden"] = taps.to(narrow)
             found |= _caches(model, state, prompt.length)
@@ -145,13 +181,20 @@ def _caches(model: DeepseekV41Model, state: list[Tensor], length: int) -> dict[s
     window, found = model.config.sliding_window, {}
     by_name = dict(zip(model.state_names, state, strict=True))
     positions = torch.arange(max(0, length - window), length)
-    for layer in range(model.config.num_hidden_layers):
-        ring = by_name[f"swa.{layer}"]
+    for name, block in blocks(model).items():
+        ring = by_name[block.attn.ring]
         rows = torch.zeros(1, window, ring.shape[-1], dtype=ring.dtype)
         rows[0, positions % window] = ring[0, positions % (ring.shape[1] - 1)]
-        found[f"prefill.layers.{layer}.window_ring"] = rows
+        found[f"prefill.{name}.window_ring"] = rows
     for layer in model.config.kv_source_layer_ids:
         groups = length // model.config.compress_ratios[layer]
         found[f"prefill.layers.{layer}.compress_kv"] = by_name[f"ckv.{layer}"][:1, :groups].clone()
         found[f"prefill.layers.{layer}.index_k"] = by_name[f"ikey.{layer}"].mT[:1, :groups].contiguous()
     return found
+
+
+def change(file: Path, key: str, edit: Callable[[Tensor], Tensor | None]) -> None:
+    """Replaces ``key`` of a tensor file by what ``edit`` gives, or removes it."""
+    tensors = load_file(file)
+    edited = edit(tensors.pop(key))
+    save_file(tensors | ({} if edited is None else {key: edited.contiguous()}), file)

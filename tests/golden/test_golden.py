@@ -15,11 +15,15 @@ KINDS = {
     "attn_out", "candidates", "compress_kv", "compressor_latent_pre_rope", "engram_out", "ffn_out", "gate_indices",
     "gate_weights", "index_k", "main_hidden", "pre_out", "topk_idxs_with_offset", "window_ring", "x_out",
 }  # fmt: skip
+DRAFTER_KINDS = {
+    "attn_out", "confidence", "ffn_out", "gate_indices", "gate_weights", "ids", "pre_out", "window_ring", "x_out",
+}  # fmt: skip
 
 
 @functools.cache
 def result(mode: str, kernels: str) -> ModeResult:
-    return check_mode(load_model(TINY / "ckpt", MODES[mode], kernels=kernels, progress=False), GoldenSet(TINY), mode)
+    model = load_model(TINY / "ckpt", MODES[mode], kernels=kernels, progress=False, drafter=True)
+    return check_mode(model, GoldenSet(TINY), mode)
 
 
 @KERNELS
@@ -58,7 +62,9 @@ def test_ref_ids_where_the_margin_is_above_the_noise(kernels: str) -> None:
 def test_every_layer_on_golden_inputs(mode: str, kernels: str) -> None:
     """ref: 99.9 % of each kind bit-equal, for fp32 sums in another order round a rare bf16 value the other way. f32: 1e-5."""
     (layers,) = result(mode, kernels).layers
-    assert {kind.kind for kind in layers.kinds} == (KINDS if mode == "ref" else KINDS | {"attn_in", "ffn_in"})
+    inputs = set() if mode == "ref" else {"attn_in", "ffn_in"}
+    drafters = {f"drafter {kind}" for kind in DRAFTER_KINDS | inputs}
+    assert {kind.kind for kind in layers.kinds} == KINDS | inputs | drafters
     for kind in layers.kinds:
         assert kind.ok, kind
         assert kind.equal >= 0.999 * kind.elements
@@ -76,9 +82,23 @@ def test_engram_hashes(mode: str, kernels: str) -> None:
     assert all(entry.ok for entry in hashes.values())
 
 
+@KERNELS
+def test_drafts(kernels: str) -> None:
+    """Every step that the set records, in ref those that the reference's own noise leaves alone."""
+    drafts = {mode: result(mode, kernels).drafts for mode in MODES}
+    assert drafts["f32_noq"] == []
+    assert [[prompt.counted for prompt in drafts[mode]] for mode in ("f32", "ref")] == [
+        [24, 25, 25, 25, 25], [19, 23, 20, 17, 20],
+    ]  # fmt: skip
+    for prompt in drafts["f32"] + drafts["ref"]:
+        assert prompt.ok, prompt
+        assert prompt.ids_equal == prompt.counted
+
+
 def test_what_is_left_out_is_said() -> None:
+    assert "drafts: the set has none for f32_noq" in result("f32_noq", "torch").left_out
     for mode in ("f32", "ref"):
-        assert any(words.startswith("drafts: not checked") for words in result(mode, "torch").left_out)
+        assert not any(words.startswith("drafts") for words in result(mode, "torch").left_out)
         assert any(words.startswith("vl logits: not checked") for words in result(mode, "torch").left_out)
     assert any("recorded tie" in prompt.note for prompt in result("f32_noq", "torch").prompts)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_set import SMALL, WITH_ALL, layer_tensors, make_set
+from own_set import SMALL, WITH_ALL, change, layer_tensors, make_set
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,13 +37,6 @@ def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     return made[0], tmp_path / "golden"
 
 
-def change(file: Path, key: str, edit: Callable[[Tensor], Tensor | None]) -> None:
-    """Replaces ``key`` of a tensor file by what ``edit`` gives, or removes it."""
-    tensors = load_file(file)
-    edited = edit(tensors.pop(key))
-    save_file(tensors | ({} if edited is None else {key: edited.contiguous()}), file)
-
-
 def run(checkpoint: Path, golden: Path, *options: str) -> int:
     """The command's exit status."""
     return main(["verify", "--model-path", str(checkpoint), "--golden", str(golden), *options])
@@ -53,6 +46,7 @@ def test_a_set_without_engram_and_candidates_passes(made: tuple[Path, Path], cap
     assert run(*made) == 0
     text = capsys.readouterr().out
     assert "this configuration has no engram layers" in text and "FAILED" not in text
+    assert "drafts: the set has none for ref" in text
 
 
 def test_a_set_with_everything_in_batches_of_three_passes(tmp_path: Path) -> None:
@@ -189,7 +183,7 @@ def test_a_qdq_flip_is_shown_and_accepted(own: tuple[Path, Path]) -> None:
     report = verify(checkpoint, golden, "f32", progress=False)
     notes = {prompt.prompt: prompt.note for prompt in report.modes[0].prompts}
     for length, flip, _ in spoiled:
-        assert f"layer {flip.layer} {flip.kind} at position {flip.position}" in notes[f"p{length}"]
+        assert f"{flip.block} {flip.kind} at position {flip.position}" in notes[f"p{length}"]
     assert all(prompt.ok for prompt in report.modes[0].prompts)
     length = spoiled[0][0]
     change(golden / "golden_f32.safetensors", f"p{length}.logits", lambda logits: nudged(logits, 1e-3))
@@ -210,14 +204,14 @@ def test_a_qdq_flip_inside_a_layer_file_is_shown_and_accepted(own: tuple[Path, P
         for flip in early:
             trace.forced = {flip}
             flipped = layer_tensors(model, prompt)
-            key = f"prefill.layers.{flip.layer}.attn_out"
+            key = f"prefill.{flip.block}.attn_out"
             if not within(flipped[key], sound[key], 1e-5).all():
                 break
         else:
             pytest.fail("no flip of this set shows: choose another seed")
     save_file(flipped, file)
     (layers,) = verify(checkpoint, golden, "f32", progress=False).modes[0].layers
-    assert layers.ok and f"layer {flip.layer} window KV at position {flip.position}" in layers.note
+    assert layers.ok and f"{flip.block} window KV at position {flip.position}" in layers.note
 
 
 def test_a_tie_is_an_exchange_of_equal_scores() -> None:

@@ -76,7 +76,7 @@ def test_the_quantiser_stays_out(model: DeepseekV41ForCausalLM) -> None:
         ({"output_attentions": True, "attn_implementation": "eager"}, "output_attentions: "),
         ({"numeric": "fp32"}, "numeric: found 'fp32', but this model's from_pretrained has no such option; it takes numerics"),
         ({"numerics": "bf16"}, "numerics: expected one of release, fp32, fp32_no_qdq, found 'bf16'"),
-        ({"expert_storage": "fp8"}, "expert_storage: expected one of decoded, bytes, found 'fp8'"),
+        ({"expert_storage": "fp8"}, "expert_storage: expected one of decoded, bytes, fp8_exact, found 'fp8'"),
         ({"max_seq_len": 257}, "max_seq_len: expected 1 to max_position_embeddings 256"),
         ({"num_hidden_layers": 7}, "num_hidden_layers(: found| is) 7"),
     ],

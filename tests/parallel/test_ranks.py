@@ -16,6 +16,9 @@ from test_layout import TRN2
 from torch import Tensor
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
+from modeling_deepseek_v41.loading import load_model
+from modeling_deepseek_v41.verify import GoldenSet
+from modeling_deepseek_v41.verify.logits import check_logits
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 TINY = GOLDEN / "ckpt"
@@ -125,16 +128,33 @@ def test_the_golden_logits(world_size: int, options: dict[str, Any], mode: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_release_numerics(kernels: str) -> None:
-    """Whole experts on every rank: only sums of wo_b come in another order, which a bf16 rounding may show now and then."""
+    """Greedy text with and without drafts is the same, all ranks have the same bits; where attention is not split, and experts
+    are whole, so has one process."""
     runs = [Run(TINY, "release", FOUR, kernels=kernels), Run(TINY, "release", FOUR, kernels=kernels, experts="bytes")]
     options = [{"attn_tp_degree": 1}, {"attn_tp_degree": 2, "mesh": [[0, 3], [1, 2]]}, {"moe_ep_degree": 2}]
     for some, found in zip(options, zip(*run_ranks(4, rank_results, runs, options), strict=True), strict=True):
         for run, ranks in zip(runs, zip(*found, strict=True), strict=True):
-            expected = single(run)["logits"]
-            error = (ranks[0]["logits"] - expected).abs().amax(-1) / expected.abs().amax(-1)
-            print(f"{some}, {run.experts}: relative error {error.max():.1e}, median {error.median():.1e}")
             assert all(same_bits(ranks[0], other) for other in ranks[1:])
             assert speculation_is_greedy(ranks[0])
+            if some == {"attn_tp_degree": 1}:
+                assert same_bits(ranks[0], single(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"attn_tp_degree": 2, "mesh": [[0, 3], [1, 2]]}, {"moe_ep_degree": 2, "dspark_moe_ep_degree": 2}]
+)
+def test_release_ids_of_the_golden_set(options: dict[str, Any]) -> None:
+    """The reference's ids wherever its margin is above the noise between two legal orders of its own sums (4 to 20 %)."""
+    lengths, model = (5, 17, 40), load_model(TINY, "release", kernels="torch", progress=False)
+    prompts = [prompt for prompt in GoldenSet(GOLDEN).prompts("ref", model.config) if prompt.length in lengths]
+    found, *others = run_ranks(4, golden_logits, GOLDEN, "release", "ref", [f"p{length}" for length in lengths], [options])
+    for prompt, logits in zip(prompts, found[0], strict=True):
+        result = check_logits(model, prompt, "ref", logits)
+        print(f"{options}, p{prompt.length}: {result.ids_equal} of {result.counted} ids, relative error {result.error_max:.1e}")
+        assert result.ok, result
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other[0], strict=True))
 
 
 def speculation_is_greedy(found: dict[str, Any]) -> bool:
