@@ -168,9 +168,9 @@ def _traced_experts(
     rows, experts = x.flatten(0, 1), as_bank(bank, whole)
     count = experts.w13.shape[0]
     routing = x.new_zeros(rows.shape[0], count + 1).scatter(1, ids.flatten(0, 1), weights.flatten(0, 1))
-    out = _one_expert(rows, 0, None, as_bank(shared, shared_whole, share), limit, arithmetic)
+    out = one_expert(rows, 0, None, as_bank(shared, shared_whole, share), limit, arithmetic)
     for expert in range(count):
-        out = out + _one_expert(rows, expert, routing[:, expert], experts, limit, arithmetic)
+        out = out + one_expert(rows, expert, routing[:, expert], experts, limit, arithmetic)
     return out.view(x.shape)
 
 
