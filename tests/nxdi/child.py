@@ -59,11 +59,11 @@ def _adapter(model: NeuronDeepseekV41ForCausalLM, texts: list[list[int]]) -> lis
     return found[:, longest:][:, :25].tolist()
 
 
-def graphs(options: dict[str, Any], work: str) -> dict[str, Any]:
+def graphs(options: dict[str, Any], work: str, folder: str = FOLDER) -> dict[str, Any]:
     """The reports of every graph that compile() traces; it ends where the Neuron compiler would begin."""
     from torch_neuronx.xla_impl import trace
 
-    model = application(options)
+    model = application(options, folder)
     end = ""
     try:
         model.compile(work, dry_run=True)
