@@ -143,7 +143,7 @@ class _Filling:
         else:
             made = reencode(packed, scale)
             rows[expert, first:stop] = made.codes
-            scales[expert, first:stop] = torch.ldexp(torch.ones(len(made.base)), made.base)
+            scales[expert, first:stop] = made.scale
             unfit = (~made.exact).nonzero().flatten()
             kept = unfit[: max(0, exceptions.shape[0] - self.found)]
             free = slice(self.found, self.found + len(kept))

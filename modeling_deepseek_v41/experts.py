@@ -52,14 +52,19 @@ def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, sha
     )  # fmt: skip
 
 
+def _arithmetic(dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str) -> Arithmetic:
+    """What the operation's plain arguments stand for."""
+    from .kernels.dispatch import operations
+
+    return Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
+
+
 @torch.library.impl(_LIBRARY, "local_experts", "CPU")
 def _local_experts(
     x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
     share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
-    from .kernels.dispatch import operations
-
-    arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
+    arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
     rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else arithmetic.ops.expert_by_expert
     banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
@@ -73,9 +78,7 @@ def _traced_experts(
 ) -> Tensor:  # fmt: skip
     """Wherever a tensor cannot be read to choose experts by it: every expert of the bank over all rows, with weight 0 where
     it was not chosen, an expert at a time."""
-    from .kernels.dispatch import operations
-
-    arithmetic = Arithmetic(dtype, quantize, quantize, ops=operations(kernels), exact_tokens=exact_tokens)
+    arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
     rows, experts = x.flatten(0, 1), as_bank(bank, whole)
     count = experts.experts
     routing = x.new_zeros(rows.shape[0], count + 1).scatter(1, ids.flatten(0, 1), weights.flatten(0, 1))

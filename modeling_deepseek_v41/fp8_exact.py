@@ -51,6 +51,11 @@ class ExactRows(NamedTuple):
     exact: Tensor
     """[n] bool: codes x 2^base is the fp4 weight, to the bit, the sign of zero included."""
 
+    @property
+    def scale(self) -> Tensor:
+        """2^base as fp32 [n]."""
+        return torch.ldexp(torch.ones(len(self.base)), self.base)
+
 
 def reencode(packed: Tensor, scale: Tensor) -> ExactRows:
     """Packed fp4 [n, k/2] (uint8, low nibble = even column) with ue8m0 scales [n, k/32] (uint8, below 255) to fp8 rows.

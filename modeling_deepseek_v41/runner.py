@@ -51,8 +51,6 @@ class Runner:
         Returns hidden [B, T, d]; rows of padding are meaningless.
         """
         where, read = self._where(start, length, slot)
-        if self.drafter is None:
-            return self.model(ids, *where, self._rank, *self._state, read_len=read)[0]
         return read_prompt(self.model, self.drafter, ids, *where, self._rank, *self._state, read_len=read)[0]
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint as modules read it: whole, or one rank's parts of it."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -40,8 +41,7 @@ class RankCheckpoint:
             return self._checkpoint.tensor(name)
         if part.dim == 1:
             return _columns(self._checkpoint.tensor(name), part)
-        first, stop = part.of(self._rows(name))
-        return self._part_rows(name, part, 0, stop - first)
+        return self._part_rows(self._checkpoint.rows, name, name, part)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of ``tensor(name)``."""
@@ -50,16 +50,14 @@ class RankCheckpoint:
         if part is None or part.dim == 1:
             rows = self._checkpoint.rows(name, start, stop)
             return rows if part is None else _columns(rows, part)
-        return self._part_rows(name, part, start, stop)
+        return self._part_rows(self._checkpoint.rows, name, name, part, start, stop)
 
     def mapped(self, name: str) -> Tensor:
         """The rank's rows of ``Checkpoint.mapped``; copied only where they reach behind the table's end."""
         part = self._plan.part(name)
         if part is None:
             return self._checkpoint.mapped(name)
-        size = self._rows(name)
-        start, stop = part.of(size)
-        return _with_zero_rows(self._checkpoint.mapped(name, min(start, size), min(stop, size)), stop - start)
+        return self._part_rows(self._checkpoint.mapped, name, name, part)
 
     def linear(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of the rank's part of ``Checkpoint.linear``."""
@@ -67,18 +65,22 @@ class RankCheckpoint:
         if part is None or part.dim == 1:
             rows = self._checkpoint.linear(name, start, stop)
             return rows if part is None else _columns(rows, part)
-        size = self._rows(f"{name}.weight")
-        first, _ = part.of(size)
-        known = self._checkpoint.linear(name, min(first + start, size), min(first + stop, size))
-        return _with_zero_rows(known, stop - start)
+        return self._part_rows(self._checkpoint.linear, name, f"{name}.weight", part, start, stop)
 
-    def _part_rows(self, name: str, part: Part, start: int, stop: int) -> Tensor:
-        size = self._rows(name)
-        first, _ = part.of(size)
-        return _with_zero_rows(self._checkpoint.rows(name, min(first + start, size), min(first + stop, size)), stop - start)
-
-    def _rows(self, name: str) -> int:
-        return self._checkpoint.tensors[name].shape[0]
+    def _part_rows(
+        self,
+        read: Callable[[str, int, int], Tensor],
+        name: str,
+        weight: str,
+        part: Part,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Rows ``start`` to ``stop``, by default the last, of a part of ``name`` by ``read``; ``weight`` has its rows."""
+        size = self._checkpoint.tensors[weight].shape[0]
+        first, end = part.of(size)
+        stop = end - first if stop is None else stop
+        return _with_zero_rows(read(name, min(first + start, size), min(first + stop, size)), stop - start)
 
 
 def _columns(x: Tensor, part: Part) -> Tensor:

@@ -48,12 +48,14 @@ class Step(NamedTuple):
 
 
 def read_prompt(
-    model: DeepseekV41Model, drafter: Proposer, ids: Tensor, start: Tensor, length: Tensor, slot: Tensor, rank: Tensor,
+    model: DeepseekV41Model, drafter: Proposer | None, ids: Tensor, start: Tensor, length: Tensor, slot: Tensor, rank: Tensor,
     *state: Tensor, read_len: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``DeepseekV41Model.forward`` on tokens that the drafter sees too: (hidden [B, T, d], *state)."""
+    """``DeepseekV41Model.forward`` on tokens that the drafter, if there is one, sees too: (hidden [B, T, d], *state)."""
     hidden, taps, *state_out = model(ids, start, length, slot, rank, *state, read_len=read_len)
-    drafter.update(taps, State(model.state_names, tuple(state_out), make_call(start, length, slot, ids.shape[1], read_len)))
+    if drafter is not None:
+        call = make_call(start, length, slot, ids.shape[1], read_len)
+        drafter.update(taps, State(model.state_names, tuple(state_out), call))
     return hidden, *state_out
 
 

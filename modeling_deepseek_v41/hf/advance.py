@@ -39,6 +39,20 @@ def advance(backbone: DeepseekV41Model, cache: DeepseekV41Cache, tokens: list[Te
     return logits
 
 
+def last_logits(backbone: DeepseekV41Model, cache: DeepseekV41Cache, rows: list[Tensor], wanted: list[bool]) -> Tensor:
+    """Takes in what ``cache`` lacks of the tokens ``rows`` [n_b] of the ``wanted`` sequences, at least one of each.
+
+    Returns the logits [B, vocab] fp32 behind each one's last token, zeros where a row is not ``wanted``.
+    """
+    pending = [ids[done:] if row else ids[:0] for ids, done, row in zip(rows, cache.lengths, wanted, strict=True)]
+    last = [torch.arange(len(ids), device=ids.device) == len(ids) - 1 for ids in pending]
+    logits = torch.zeros(len(rows), backbone.config.vocab_size, device=rows[0].device)
+    for row, found in enumerate(advance(backbone, cache, pending, last)):
+        if len(found):
+            logits[row] = found[0]
+    return logits
+
+
 def _prompt(backbone: DeepseekV41Model, cache: DeepseekV41Cache, row: int, ids: Tensor, wanted: Tensor) -> Tensor:
     """One sequence, chunk by chunk: ids [n] to the logits of the ``wanted`` ones."""
     buckets = prefill_buckets(cache.max_seq_len)
@@ -60,19 +74,17 @@ def _call(backbone: DeepseekV41Model, cache: DeepseekV41Cache, ids: Tensor, rows
     """
     starts = [cache.lengths[row] for row in rows]
     device = ids.device
-    arguments = (
+    hidden, *_ = read_prompt(
+        backbone,
+        backbone.drafter,
         ids,
         torch.tensor(starts, device=device),
         torch.tensor([count] * len(rows), device=device),
         torch.tensor(rows, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
         *cache.state,
+        read_len=read_length(max(starts) + count, cache.max_seq_len),
     )
-    read = read_length(max(starts) + count, cache.max_seq_len)
-    if backbone.drafter is None:
-        hidden = backbone(*arguments, read_len=read)[0]
-    else:
-        hidden = read_prompt(backbone, backbone.drafter, *arguments, read_len=read)[0]
     for row in rows:
         cache.lengths[row] += count
     return hidden

@@ -21,7 +21,7 @@ from ..dspark.options import Speculation
 from ..dspark.statistics import SpeculationStats
 from ..errors import RequestError
 from ..model import DeepseekV41Model
-from .advance import advance
+from .advance import last_logits
 from .batch import check_ids, check_images, check_mask, spans
 from .cache import CACHE_FIELD, DeepseekV41Cache
 from .options import check_inputs, refused_input
@@ -152,7 +152,7 @@ class RowGenerationMixin(GenerationMixin):
             if ahead is not None:
                 logits = ahead.next_logits(rows, running, generation_config.max_length - input_ids.shape[1]).to(device)
             else:
-                logits = self._next_logits(cache, rows, running).to(device)
+                logits = last_logits(self.model, cache, rows, running).to(device)
             chances: Tensor = logits_processor(input_ids, logits.clone())
             if scores is not None:
                 scores += (chances,)
@@ -209,20 +209,6 @@ class RowGenerationMixin(GenerationMixin):
                 f"max_new_tokens: row {longest} has {len(rows[longest])} tokens and {new} new ones need {total} positions,"
                 f" max_seq_len is {limit}; ask for fewer or load the model with a larger max_seq_len"
             )
-
-    def _next_logits(self, cache: DeepseekV41Cache, rows: list[Tensor], running: list[bool]) -> Tensor:
-        """Takes in what the cache lacks of the rows' tokens [n_b]; logits [B, vocab] behind each row's last one.
-
-        Zeros where a row is not ``running``.
-        """
-        pending = [ids[done:] if runs else ids[:0] for ids, done, runs in zip(rows, cache.lengths, running, strict=True)]
-        wanted = [torch.arange(len(ids), device=ids.device) == len(ids) - 1 for ids in pending]
-        found = advance(self.model, cache, pending, wanted)
-        logits = torch.zeros(len(pending), self.model.config.vocab_size, device=pending[0].device)
-        for row, values in enumerate(found):
-            if len(values):
-                logits[row] = values[0]
-        return logits
 
 
 def given_cache(inputs: dict[str, Any], batch: int) -> DeepseekV41Cache | None:

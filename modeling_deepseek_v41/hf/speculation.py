@@ -17,7 +17,7 @@ from ..dspark.statistics import SpeculationStats
 from ..dspark.step import draft_and_verify
 from ..model import DeepseekV41Model
 from ..runner import check_finite
-from .advance import advance
+from .advance import last_logits
 from .cache import DeepseekV41Cache
 
 
@@ -51,32 +51,25 @@ class Lookahead:
 
         Asked for once per new token. ``room``: the most new tokens that are still wanted, which bounds what is verified.
         """
-        logits = torch.zeros(len(rows), self._backbone.config.vocab_size, device=rows[0].device)
         lengths, missing = self._cache.lengths, []
+        known: dict[int, Tensor] = {}
         for row, ids in enumerate(rows):
             if not running[row]:
                 continue
             block = self._blocks[row]
             if block is not None and block.agrees(ids) == len(ids) - block.first:
-                logits[row] = block.logits[len(ids) - block.first]
+                known[row] = block.logits[len(ids) - block.first]
                 lengths[row] = len(ids)
             else:
                 self._close(row, ids)
                 missing.append(row)
         new = [row for row in missing if len(rows[row]) - lengths[row] > 1]
-        if new:
-            pending = [ids[done:] if row in new else ids[:0] for row, (ids, done) in enumerate(zip(rows, lengths, strict=True))]
-            wanted = [torch.arange(len(ids), device=ids.device) == len(ids) - 1 for ids in pending]
-            found = advance(self._backbone, self._cache, pending, wanted)
-            for row in new:
-                logits[row] = found[row][0]
         drafting = [row for row in missing if row not in new]
+        logits = last_logits(self._backbone, self._cache, rows, [row in new for row in range(len(rows))])
         if drafting:
-            self._verify(drafting, rows, room)
-            for row in drafting:
-                block = self._blocks[row]
-                assert block is not None
-                logits[row] = block.logits[0]
+            known |= self._verify(drafting, rows, room)
+        for row, values in known.items():
+            logits[row] = values
         return logits
 
     def close(self, rows: list[Tensor]) -> None:
@@ -84,8 +77,8 @@ class Lookahead:
         for row, ids in enumerate(rows):
             self._close(row, ids)
 
-    def _verify(self, drafting: list[int], rows: list[Tensor], room: int) -> None:
-        """The next block of the rows ``drafting``, whose state holds all but their newest token."""
+    def _verify(self, drafting: list[int], rows: list[Tensor], room: int) -> dict[int, Tensor]:
+        """The next block of the rows ``drafting``, whose state holds all but their newest token; logits behind that one."""
         cache, count, device = self._cache, self.stats.num_draft_tokens, rows[0].device
         start = [cache.lengths[row] for row in drafting]
         length = [min(count + 1, room, cache.max_seq_len - first) for first in start]
@@ -108,6 +101,7 @@ class Lookahead:
             block = Block(len(rows[row]), drafts.ids[place, : verified - 1], logits[place, :verified], confidence)
             self._blocks[row] = block
             cache.lengths[row] += 1
+        return dict(zip(drafting, logits[:, 0], strict=True))
 
     def _close(self, row: int, ids: Tensor) -> None:
         """Counts the block of ``row``, whose text is now ids [n], and forgets it."""

@@ -9,11 +9,10 @@ from torch import Tensor
 from ..dspark.drafter import Drafts
 from ..model import DeepseekV41Model
 from .compare import largest, relative_error
-from .flips import Deviation, explain
+from .flips import Deviation, explain_result
 from .golden_drafts import GoldenDrafts
 from .golden_set import Prompt
 from .logits import SPOILED_TOLERANCE, TOLERANCE
-from .qdq_trace import QdqTrace
 from .report import DraftResult
 from .run import teacher_forced
 
@@ -86,16 +85,9 @@ def _counted(prompt: Prompt, golden: GoldenDrafts, mode: str) -> tuple[Tensor, s
 
 
 def _explain(model: DeepseekV41Model, prompt: Prompt, golden: GoldenDrafts, result: DraftResult) -> None:
-    with QdqTrace(model) as trace:
+    def deviations() -> list[Deviation]:
+        drafts = cast(Drafts, teacher_forced(model, prompt, drafter=model.drafter).drafts)
+        bad = golden.recorded & ~_good(drafts, golden, "f32")
+        return [Deviation(batch, prompt.length + step) for step, batch in bad.T.nonzero().tolist()]
 
-        def deviations() -> list[Deviation]:
-            drafts = cast(Drafts, teacher_forced(model, prompt, drafter=model.drafter).drafts)
-            bad = golden.recorded & ~_good(drafts, golden, "f32")
-            return [Deviation(batch, prompt.length + step) for step, batch in bad.T.nonzero().tolist()]
-
-        flips = explain(trace, deviations)
-    if flips is None:
-        result.note = "not explained by QDQ rounding flips"
-        return
-    result.ok = True
-    result.note = "within tolerance with these roundings flipped: " + "; ".join(map(str, flips))
+    explain_result(model, result, deviations)

@@ -8,7 +8,9 @@ that they lie at, agrees everywhere within the tolerance.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..model import DeepseekV41Model
 from .qdq_trace import Flip, QdqTrace
+from .report import DraftResult, PromptResult
 
 TRIALS = 64
 """Groups at a boundary that are tried for each flip: those of the deviation's own position first, then the nearest."""
@@ -39,6 +41,19 @@ def explain(trace: QdqTrace, deviations: Callable[[], list[Deviation]]) -> list[
         else:
             return None
     return undone
+
+
+def explain_result(
+    model: DeepseekV41Model, result: PromptResult | DraftResult, deviations: Callable[[], list[Deviation]]
+) -> None:
+    """Makes ``result`` good where flips in ``model`` explain all ``deviations``, which run it; either way its note says so."""
+    with QdqTrace(model) as trace:
+        flips = explain(trace, deviations)
+    if flips is None:
+        result.note = "not explained by QDQ rounding flips"
+        return
+    result.ok = True
+    result.note = "within tolerance with these roundings flipped: " + "; ".join(map(str, flips))
 
 
 def _run(trace: QdqTrace, forced: list[Flip], deviations: Callable[[], list[Deviation]]) -> tuple[list[Deviation], set[Flip]]:

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from ..model import DeepseekV41Model
 from .compare import largest, relative_error
-from .flips import Deviation, explain
+from .flips import Deviation, explain_result
 from .golden_set import Prompt
-from .qdq_trace import QdqTrace
 from .report import PromptResult
 from .run import teacher_forced
 
@@ -63,16 +62,9 @@ def _counted(prompt: Prompt, mode: str) -> tuple[Tensor, str]:
 
 
 def _explain(model: DeepseekV41Model, prompt: Prompt, result: PromptResult) -> None:
-    with QdqTrace(model) as trace:
+    def deviations() -> list[Deviation]:
+        logits = teacher_forced(model, prompt).logits
+        good = (logits.argmax(-1) == prompt.generated) & (relative_error(logits, prompt.logits) <= TOLERANCE)
+        return [Deviation(batch, prompt.length - 1 + step) for step, batch in (~good).T.nonzero().tolist()]
 
-        def deviations() -> list[Deviation]:
-            logits = teacher_forced(model, prompt).logits
-            good = (logits.argmax(-1) == prompt.generated) & (relative_error(logits, prompt.logits) <= TOLERANCE)
-            return [Deviation(batch, prompt.length - 1 + step) for step, batch in (~good).T.nonzero().tolist()]
-
-        flips = explain(trace, deviations)
-    if flips is None:
-        result.note = "not explained by QDQ rounding flips"
-        return
-    result.ok = True
-    result.note = "within tolerance with these roundings flipped: " + "; ".join(map(str, flips))
+    explain_result(model, result, deviations)

@@ -2,6 +2,7 @@
 """The golden set and its checkpoint's model in each arithmetic, loaded once per process."""
 
 import functools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,10 @@ def golden() -> GoldenSet:
 def model(numerics: str) -> DeepseekV41Model:
     """The golden checkpoint in the arithmetic that the test asks for; tests leave it as it is."""
     return _load(numerics)
+
+
+@pytest.fixture
+def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The checkpoint and golden set that a test file has ``made``, the set free to be changed."""
+    shutil.copytree(made[1], tmp_path / "golden")
+    return made[0], tmp_path / "golden"

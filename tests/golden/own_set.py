@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
+from modeling_deepseek_v41.cli import main
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.model import DeepseekV41Model
 from modeling_deepseek_v41.state import allocate
@@ -198,3 +199,8 @@ def change(file: Path, key: str, edit: Callable[[Tensor], Tensor | None]) -> Non
     tensors = load_file(file)
     edited = edit(tensors.pop(key))
     save_file(tensors | ({} if edited is None else {key: edited.contiguous()}), file)
+
+
+def run(checkpoint: Path, golden: Path, *options: str) -> int:
+    """The exit status of ``deepseek-v41 verify``."""
+    return main(["verify", "--model-path", str(checkpoint), "--golden", str(golden), *options])

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from own_set import SMALL, WITH_ALL, change, layer_tensors, make_set
+from own_set import SMALL, WITH_ALL, change, layer_tensors, make_set, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modeling_deepseek_v41.cli import main
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.verify import GoldenError, GoldenSet, check_mode, verify
 from modeling_deepseek_v41.verify.compare import within
@@ -28,18 +27,6 @@ LENGTHS = (1, 7, 26)
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The set without engram and candidates, batch 2, layers of the longest prompt."""
     return make_set(tmp_path_factory.mktemp("small"), SMALL, 2, LENGTHS, layers_of=26)
-
-
-@pytest.fixture
-def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """The same set, free to be changed."""
-    shutil.copytree(made[1], tmp_path / "golden")
-    return made[0], tmp_path / "golden"
-
-
-def run(checkpoint: Path, golden: Path, *options: str) -> int:
-    """The command's exit status."""
-    return main(["verify", "--model-path", str(checkpoint), "--golden", str(golden), *options])
 
 
 def test_a_set_without_engram_and_candidates_passes(made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,16 @@
 """Verification of the drafter: sets of another shape, with and without drafts, what fails and what cannot be read."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from own_set import SMALL, change, make_set
+from own_set import SMALL, change, make_set, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modeling_deepseek_v41.cli import main
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.verify import GoldenError, GoldenSet, check_mode, verify
 from modeling_deepseek_v41.verify.compare import relative_error
@@ -28,18 +26,6 @@ LAYERS = "layers_p7_{}.safetensors"
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two stages, blocks of 3, batch 2, drafts of 5 steps, layers of the longer prompt."""
     return make_set(tmp_path_factory.mktemp("drafts"), SMALL, 2, LENGTHS, layers_of=7, drafts=True)
-
-
-@pytest.fixture
-def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """The same set, free to be changed."""
-    shutil.copytree(made[1], tmp_path / "golden")
-    return made[0], tmp_path / "golden"
-
-
-def run(checkpoint: Path, golden: Path, *options: str) -> int:
-    """The command's exit status."""
-    return main(["verify", "--model-path", str(checkpoint), "--golden", str(golden), *options])
 
 
 def test_a_sound_set_passes(made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

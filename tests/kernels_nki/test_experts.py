@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modeling_deepseek_v41.errors import CheckpointError
 from modeling_deepseek_v41.experts import as_bank, expert_by_expert
-from modeling_deepseek_v41.fp8_exact import ExactRows, decode_codes
+from modeling_deepseek_v41.fp8_exact import ExactRows, decode_codes, decode_rows
 from modeling_deepseek_v41.kernels.dispatch import TORCH
 from modeling_deepseek_v41.kernels.nki import (
     experts,
@@ -61,7 +61,7 @@ class Case:
 
     def _clear_weights(self, expert: int, draw: torch.Generator) -> Tensor:
         """[rows] routing weights with which no value of h is so near to the middle of two bf16 values that exp decides."""
-        w1, w3, _ = (experts_reference.decode_rows(part) for part in self.weights[expert])
+        w1, w3, _ = (decode_rows(part.codes, part.scale) for part in self.weights[expert])
         gate, up = ((self.x @ weight.T).bfloat16().double() for weight in (w1, w3))
         h = gate.clamp_max(LIMIT).mul(gate.clamp_max(LIMIT).sigmoid()).mul(up.clamp(-LIMIT, LIMIT))
         weights = torch.rand(self.rows, generator=draw)
@@ -137,7 +137,7 @@ def test_experts_rounded_before_the_sum(kernel):
 
 def test_the_reference_is_the_models_function():
     case = Case(3, 128, 96, 6, (0, 1, 2))
-    dense = [torch.stack([experts_reference.decode_rows(part) for part in parts]) for parts in zip(*case.weights, strict=True)]
+    dense = [torch.stack([decode_rows(part.codes, part.scale) for part in parts]) for parts in zip(*case.weights, strict=True)]
     weights = [torch.cat(dense[:2], 1), dense[2]]
     bank, nothing = as_bank(weights, True), as_bank([torch.zeros_like(weight[:1]) for weight in weights], True)
     ids = torch.arange(3).expand(6, 3)

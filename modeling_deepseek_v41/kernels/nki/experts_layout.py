@@ -38,12 +38,11 @@ def pack(w1: ExactRows, w3: ExactRows, w2: ExactRows, cores: int) -> PackedExper
     shape, fill = plan(hidden, columns, cores), columns * cores - inter
     gate, up = (F.pad(rows.codes, (0, 0, 0, fill)).view(cores, columns, hidden) for rows in (w1, w3))
     down = F.pad(w2.codes, (0, fill)).view(hidden, cores, columns)
-    up_scales = [F.pad(torch.ldexp(torch.ones(inter), rows.base), (0, fill)).view(cores, columns) for rows in (w1, w3)]
-    down_scale = torch.ldexp(torch.ones(hidden), w2.base)
+    up_scales = [F.pad(rows.scale, (0, fill)).view(cores, columns) for rows in (w1, w3)]
     parts = []
     for core in range(cores):
         order = hidden_order(shape, core)
-        scales = _scales([scale[core] for scale in up_scales], down_scale[order], shape)
+        scales = _scales([scale[core] for scale in up_scales], w2.scale[order], shape)
         weights = _up(torch.stack([gate[core], up[core]]), shape)
         weights = F.pad(weights, (0, 0, 0, len(scales) - len(weights)))
         parts.append(PackedExpert(torch.cat([scales, weights], 1), _down(down[order, core], shape)))

@@ -6,14 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...experts import swiglu
-from ...fp8_exact import ExactRows, decode_codes
+from ...fp8_exact import ExactRows, decode_rows
 from ...numerics import Arithmetic
 from ..dispatch import TORCH
-
-
-def decode_rows(rows: ExactRows) -> Tensor:
-    """The fp32 weight [n, k] that the codes stand for."""
-    return torch.ldexp(decode_codes(rows.codes), rows.base[:, None])
 
 
 def local_experts(
@@ -29,7 +24,7 @@ def local_experts(
     arithmetic = Arithmetic(torch.bfloat16, quantize, quantize, ops=TORCH, exact_tokens=0)
     total = torch.zeros(x.shape)
     for weights, (w1, w3, w2) in zip(routing, experts, strict=True):
-        gate_up = arithmetic.round(F.linear(x.float(), torch.cat([decode_rows(w1), decode_rows(w3)])))
-        y = F.linear(swiglu(gate_up, weights, limit, arithmetic), decode_rows(w2))
+        gate_up = arithmetic.round(F.linear(x.float(), torch.cat([decode_rows(rows.codes, rows.scale) for rows in (w1, w3)])))
+        y = F.linear(swiglu(gate_up, weights, limit, arithmetic), decode_rows(w2.codes, w2.scale))
         total += arithmetic.round(y) if round_experts else y
     return total

@@ -68,4 +68,4 @@ def pack_exact(rows: ExactRows, cores: int) -> tuple[Tensor, Tensor]:
     if not rows.exact.all():
         count = int((~rows.exact).sum())
         raise CheckpointError(f"linear: {count} of {len(rows.exact)} rows are not fp8_exact; keep it in bf16")
-    return pack(rows.codes, cores), torch.ldexp(torch.ones(1, len(rows.base)), rows.base)
+    return pack(rows.codes, cores), rows.scale.unsqueeze(0)
