@@ -76,16 +76,11 @@ def _traced_experts(
     x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
     share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
-    """Wherever a tensor cannot be read to choose experts by it: every expert of the bank over all rows, with weight 0 where
-    it was not chosen, an expert at a time."""
+    """In a graph, where no tensor can be read."""
     arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
-    rows, experts = x.flatten(0, 1), as_bank(bank, whole)
-    count = experts.experts
-    routing = x.new_zeros(rows.shape[0], count + 1).scatter(1, ids.flatten(0, 1), weights.flatten(0, 1))
-    out = one_expert(rows, 0, None, as_bank(shared, shared_whole, share), limit, arithmetic)
-    for expert in range(count):
-        out = out + one_expert(rows, expert, routing[:, expert], experts, limit, arithmetic)
-    return out.view(x.shape)
+    rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
+    banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
+    return arithmetic.ops.traced_experts(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
 
 
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
@@ -131,6 +126,17 @@ def expert_rows(
             y = one_row(token, row_ids, weights, bank, limit, arithmetic) + y
         sums.append(y)
     return torch.cat(sums)
+
+
+def every_expert(
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+) -> Tensor:
+    """The same without reading a tensor: every expert of the bank over all rows, with weight 0 where it was not chosen."""
+    table = x.new_zeros(x.shape[0], bank.experts + 1).scatter(1, ids, routing)
+    out = one_expert(x, 0, None, shared, limit, arithmetic)
+    for expert in range(bank.experts):
+        out = out + one_expert(x, expert, table[:, expert], bank, limit, arithmetic)
+    return out
 
 
 def one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:

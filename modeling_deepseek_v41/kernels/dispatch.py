@@ -27,6 +27,7 @@ TORCH = Operations(
     swiglu=experts.swiglu,
     expert_rows=experts.expert_rows,
     expert_by_expert=experts.expert_by_expert,
+    traced_experts=experts.every_expert,
 )
 """The reference: PyTorch on any device."""
 
@@ -90,4 +91,5 @@ def _numba() -> Operations:
         swiglu=ops.swiglu,
         expert_rows=ops.expert_rows,
         expert_by_expert=experts.expert_by_expert,
+        traced_experts=experts.every_expert,
     )

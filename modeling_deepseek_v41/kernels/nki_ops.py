@@ -61,6 +61,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         mixes=kernels.mixes,
         expert_rows=kernels.expert_rows,
         expert_by_expert=kernels.expert_by_expert,
+        traced_experts=kernels.expert_by_expert,
     )
 
 

@@ -27,3 +27,4 @@ class Operations:
     swiglu: Callable
     expert_rows: Callable
     expert_by_expert: Callable
+    traced_experts: Callable
