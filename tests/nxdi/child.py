@@ -38,18 +38,17 @@ def application(options: dict[str, Any], folder: str = FOLDER) -> NeuronDeepseek
 
 
 def generate(
-    options: dict[str, Any],
-    texts: list[list[int]],
-    adapter: bool = False,
-    alone: bool = False,
-    folder: str = FOLDER,
-    new: int = 25,
-) -> dict[str, Any]:
-    """Greedy tokens behind ``texts`` on the CPU, all in one batch or ``alone`` one after another, and what the graphs did."""
+    options: dict[str, Any], texts: list[list[int]], adapter: bool = False, alone: bool = False, folder: str = FOLDER,
+    **sampling: float,
+) -> dict[str, Any]:  # fmt: skip
+    """25 tokens behind each of ``texts`` on the CPU, all in one batch or ``alone`` one after another, and what the graphs did.
+
+    Greedy, or with the adapter's ``sampling``.
+    """
     model = application(options, folder)
     model.to_cpu()
     torch.manual_seed(torch.distributed.get_rank())
-    run = _adapter if adapter else functools.partial(generate_batch, max_new_tokens=NEW)
+    run = functools.partial(_adapter, **sampling) if adapter else functools.partial(generate_batch, max_new_tokens=NEW)
     batches = [[text] for text in texts] if alone else [texts]
     tokens = [found for batch in batches for found in run(model, batch)]
     return {"tokens": tokens, "counts": {wrapper.tag: wrapper.counts.as_dict() for wrapper in model.models}}
@@ -60,16 +59,17 @@ def generate_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: generate(**arguments) for name, arguments in runs.items()}
 
 
-def _adapter(model: NeuronDeepseekV41ForCausalLM, texts: list[list[int]]) -> list[list[int]]:
+def _adapter(model: NeuronDeepseekV41ForCausalLM, texts: list[list[int]], **sampling: float) -> list[list[int]]:
     from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
 
     longest, length = max(map(len, texts)), model.neuron_config.speculation_length
     ids = torch.tensor([text + [2] * (longest - len(text)) for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-    more = {"prompt_lookup_num_tokens": length} if length else {}
+    more = sampling | ({"prompt_lookup_num_tokens": length} if length else {})
     found = HuggingFaceGenerationAdapter(model).generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW + 2 * length, eos_token_id=-1, pad_token_id=2, **more
-    )
+        ids, attention_mask=mask, do_sample=bool(sampling), max_new_tokens=NEW + 2 * length, eos_token_id=-1, pad_token_id=2,
+        **more,
+    )  # fmt: skip
     return found[:, longest:][:, :NEW].tolist()
 
 

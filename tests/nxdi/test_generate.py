@@ -19,7 +19,7 @@ LOGITS = ON_DEVICE | {"output_logits": True}
 FUSED = ON_DEVICE | {"enable_fused_speculation": True, "speculation_length": 6}
 FOUR = {"batch_size": 4}
 CONTINUOUS = FOUR | {"ctx_batch_size": 1, "is_continuous_batching": True}
-SAMPLED = {"on_device_sampling_config": {"do_sample": True, "top_k": 8, "top_p": 0.9, "temperature": 1.5}}
+SAMPLED = {"on_device_sampling_config": {"do_sample": True}}
 CHUNKS = {"max_context_length": BUCKET}
 MIXED = [1, 40, 17, 100]
 """A batch with a one-token row; where the largest bucket is 40, a row of its size and one of three chunks."""
@@ -83,7 +83,7 @@ CASES = {
     "trained, continuous, on-device, logits": Case(CONTINUOUS | LOGITS | CHUNKS, "trained"),
     "trained, continuous, fused": Case(CONTINUOUS | FUSED | CHUNKS, "trained"),
     "trained, batch 1, fused": Case(FUSED | CHUNKS, "trained", alone=True),
-    "batch 4, drawn of one": Case(FOUR | {"on_device_sampling_config": {"do_sample": True}}),
+    "batch 4, drawn of one": Case(FOUR | SAMPLED),
     "tp 2, continuous, chunks": Case(CONTINUOUS | CHUNKS, ranks=2),
     "tp 2, attention 1, batch 4": Case(FOUR | {"attn_tp_degree": 1, "expert_weight_format": "bf16"}, ranks=2),
     "tp 2, continuous, on-device, adapter": Case(CONTINUOUS | ON_DEVICE, ranks=2, adapter=True),
@@ -97,13 +97,15 @@ CASES = {
     "tp 8, attention 2, trained, continuous, fused": Case(CONTINUOUS | FUSED | CHUNKS, "trained", ranks=8),
 }
 
-DRAWN = {"tp 1, drawn": Case(FOUR | SAMPLED), "tp 2, drawn": Case(FOUR | SAMPLED, ranks=2)}
+DRAWN = {f"tp {ranks}, drawn": Case(FOUR | SAMPLED, ranks=ranks, adapter=True) for ranks in (1, 2)}
+SAMPLING = {"top_k": 8, "top_p": 0.9, "temperature": 1.5}
 
 
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, Any]]:
     """What every rank found in the cases of ``ranks`` ranks, by name."""
-    runs = {name: case.arguments() for name, case in (CASES | DRAWN).items() if case.ranks == ranks}
+    runs = {name: case.arguments() for name, case in CASES.items() if case.ranks == ranks}
+    runs |= {name: case.arguments() | SAMPLING for name, case in DRAWN.items() if case.ranks == ranks}
     with tempfile.TemporaryDirectory() as folder:
         return child("generate_all", {"runs": runs}, Path(folder), ranks=ranks)
 
