@@ -45,10 +45,12 @@ class Arithmetic(Numerics):
 
     ops: the implementation of the operations (kernels/dispatch.py).
     exact_tokens: calls of at most this many tokens per sequence keep rows apart to the bit (rows.py).
+    weight_dtype: what linears and routers hold their weights in, fp32 or bf16. Either holds the stored values exactly.
     """
 
     ops: Operations
     exact_tokens: int
+    weight_dtype: torch.dtype = torch.float32
 
     @property
     def rounds(self) -> bool:
