@@ -41,6 +41,7 @@ class Settings:
     moe_ep_degree: int | None = None
     dspark_moe_ep_degree: int | None = None
     o_proj_reduce: str = "group"
+    mesh: str = "contiguous"
     seq_len: int = 8192
     batch: int = 1
     buckets: Sequence[int] = PREFILL_BUCKETS
@@ -126,7 +127,7 @@ def _on_paper(config: ModelConfig, settings: Settings) -> tuple[Layout, Deepseek
     _check(config, settings)
     layout = make_layout(
         config, settings.world_size, settings.attn_tp_degree, settings.moe_ep_degree, settings.dspark_moe_ep_degree,
-        settings.o_proj_reduce,
+        settings.o_proj_reduce, settings.mesh,
     )  # fmt: skip
     trace = Trace()
     model = _model(config, settings, layout, trace)
