@@ -50,7 +50,7 @@ class Indexer(nn.Module):
         query = numerics.index(numerics.ops.rotate(heads, table, numerics))
         weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
         tokens = x.shape[1]
-        tile = 1 if tokens <= numerics.exact_tokens else PREFILL_TILE
+        tile = numerics.ops.index_rows if tokens <= numerics.exact_tokens else PREFILL_TILE
         cache = state[f"ikey.{self.source}"]
         count = groups_read(call, self.ratio, cache.shape[2])
         split, size = PositionSplit(self.group, call.rank), self.config.candidate_block_size

@@ -20,6 +20,7 @@ def as_loaded(model: nn.Module) -> None:
 
 TORCH = Operations(
     name="torch",
+    index_rows=1,
     lay_out=as_loaded,
     linear=rows.linear,
     grouped=rows.grouped,

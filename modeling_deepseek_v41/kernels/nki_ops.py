@@ -13,7 +13,7 @@ from torch import Tensor
 from .dispatch import TORCH
 from .nki_attention_ops import AttentionKernels
 from .nki_expert_ops import ExpertKernels
-from .nki_launch import Launch
+from .nki_launch import PARTITIONS, Launch
 from .nki_layout import lay_out
 from .nki_linear_ops import LinearKernels
 from .nki_row_ops import RowKernels
@@ -41,6 +41,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
     return dataclasses.replace(
         TORCH,
         name=name,
+        index_rows=PARTITIONS,
         lay_out=lay_out,
         linear=linears.linear,
         grouped=linears.grouped,

@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """One implementation of each. A field's contract is the docstring of its PyTorch function, which dispatch.py names."""
+    """One implementation of each. A field's contract is the docstring of its PyTorch function, which dispatch.py names.
+
+    index_rows: how many rows of decode share a call of index_scores and of top_ascending without a change of their bits.
+    """
 
     name: str
+    index_rows: int
     lay_out: Callable
     linear: Callable
     grouped: Callable
