@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms, the rotary embedding, hyper-connections, pooling, SwiGLU and the engram's gate as launches of NKI kernels."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from .nki_launch import PARTITIONS, Launch
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
+
+DECODE_ROWS = 8
+"""Rows per call on two cores whose sums are folded alike (kernels/nki/fold.py)."""
 
 
 class RowKernels:
@@ -31,7 +34,8 @@ class RowKernels:
 
     def normalise(self, x: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic") -> Tensor:
         """linear.rms_norm: one kernel call."""
-        return self._launch(self._rms_norm, _rows(x, 1, arithmetic), weight.unsqueeze(0), eps=eps).float().view(x.shape)
+        rows = (_rows(x, 1, arithmetic),)
+        return self._apart(self._rms_norm, rows, weight, x.shape[1], arithmetic, eps=eps).view(x.shape)
 
     def rotate(self, x: Tensor, table: Tensor, arithmetic: "Arithmetic", back: bool = False) -> Tensor:
         """rope.rotate: one kernel call."""
@@ -55,8 +59,8 @@ class RowKernels:
 
     def collapse(self, x: Tensor, pre: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic") -> Tensor:
         """hyper_connections.collapse: one kernel call."""
-        arguments = _rows(x, 2, arithmetic), pre.flatten(0, 1), weight.unsqueeze(0)
-        return self._launch(self._collapse, *arguments, eps=eps).float().unflatten(0, x.shape[:2])
+        rows = _rows(x, 2, arithmetic), pre.flatten(0, 1)
+        return self._apart(self._collapse, rows, weight, x.shape[1], arithmetic, eps=eps).unflatten(0, x.shape[:2])
 
     def weighted_sum(self, x: Tensor, pre: Tensor, arithmetic: "Arithmetic") -> Tensor:
         """hyper_connections.weighted_sum: one kernel call."""
@@ -70,16 +74,25 @@ class RowKernels:
 
     def compress_pool(self, kv: Tensor, score: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic") -> Tensor:
         """compressor.compress_pool: one kernel call."""
-        arguments = kv.flatten(0, 1), score.flatten(0, 1), weight.unsqueeze(0)
-        found = self._launch(self._compress_pool, *arguments, eps=eps, rounds=arithmetic.rounds)
-        return found.float().unflatten(0, kv.shape[:2])
+        rows, constants = (kv.flatten(0, 1), score.flatten(0, 1)), {"eps": eps, "rounds": arithmetic.rounds}
+        return self._apart(self._compress_pool, rows, weight, kv.shape[1], arithmetic, **constants).unflatten(0, kv.shape[:2])
 
     def engram_gate(
         self, x: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic"
     ) -> Tensor:
         """engram.layer.engram_gate: one kernel call."""
         streams, keys, values = (_rows(one, 2, arithmetic) for one in (x, key, value))
-        return self._launch(self._engram_gate, streams, keys, values.squeeze(1), weight, eps=eps).float().view(x.shape)
+        rows = streams, keys, values.squeeze(1)
+        return self._apart(self._engram_gate, rows, weight, x.shape[1], arithmetic, eps=eps).view(x.shape)
+
+    def _apart(
+        self, kernel: Any, rows: tuple[Tensor, ...], weight: Tensor, tokens: int, arithmetic: "Arithmetic", **constants: Any
+    ) -> Tensor:
+        """kernel(*rows, weight) in fp32; in decode in calls of at most DECODE_ROWS rows, which are summed in the same order."""
+        most = DECODE_ROWS if tokens <= arithmetic.exact_tokens else rows[0].shape[0]
+        shared = weight if weight.dim() == 2 else weight.unsqueeze(0)
+        calls = zip(*(part.split(most) for part in rows), strict=True)
+        return torch.cat([self._launch(kernel, *call, shared, **constants) for call in calls]).float()
 
     def swiglu(self, gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: "Arithmetic") -> Tensor:
         """experts.swiglu: one kernel call."""

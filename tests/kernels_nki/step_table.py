@@ -48,8 +48,8 @@ class Table:
         """Both tables."""
         names = [name for name in self.kinds if name not in (DRAFTER, HEAD, REST)] + [DRAFTER, HEAD, REST]
         lines = [
-            "Per module of each kind, µs and MB of one rank. One by one: every launch from its first instruction to its last,"
-            " added up. Bound: the busiest engine of each launch, the DMAs by their bytes.",
+            "Per module of each kind, µs and MB of one rank. One by one: every launch from its first instruction to its last,",
+            "added up. Bound: the busiest engine of each launch, the DMAs by their bytes.",
             "",
             "| what | per step | launches | tensor | vector | scalar | GpSimd | DMA | MB | bound | one by one |",
             "|---|---|---|---|---|---|---|---|---|---|---|",

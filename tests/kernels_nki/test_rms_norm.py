@@ -74,7 +74,7 @@ def test_refusals():
 def test_cost():
     x, pre, weight = normal(6, 4, 5120).bfloat16(), normal(6, 4), normal(1, 5120)
     for kernel, arguments, extra, critical in (
-        (module.rms_norm, (x[:, 0], weight), {}, 6.3),
+        (module.rms_norm, (x[:, 0], weight), {}, 6.2),
         (module.collapse, (x, pre, weight), {"dma_copy": 1, "scalar_tensor_tensor": 3, "tensor_scalar": 1}, 8.15),
     ):
         trace = run(kernel, *map(array, arguments), EPS, cores=2).trace

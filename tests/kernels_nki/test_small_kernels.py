@@ -145,7 +145,7 @@ def test_cost():
     }  # fmt: skip
     for kernel, tensors, options, counts, critical in (
         (swiglu.swiglu, (gate_up, routing, LIMIT), {"quantize": True}, of_swiglu, 5.7),
-        (engram_gate.engram_gate, (streams, streams, value, weight, EPS), {}, of_gate, 14.0),
+        (engram_gate.engram_gate, (streams, streams, value, weight, EPS), {}, of_gate, 14.2),
         (compress_pool.compress_pool, (normal(2, 2, 512), normal(2, 2, 512), normal(1, 512), EPS), {}, of_pool, 6.3),
         (compress_pool.compress_pool, (normal(2, 128, 512), normal(2, 128, 512), normal(1, 512), EPS), {}, of_pool, 41.8),
     ):
