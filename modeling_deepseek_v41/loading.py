@@ -83,6 +83,7 @@ def load_model(
     model.token_map = (
         token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
     )
+    model.numerics.ops.lay_out(model)
     if model.numerics.ops.name == "numba":
         warm_up(model)
     return model.eval()
