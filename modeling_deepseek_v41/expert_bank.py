@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .checkpoint.rank import Source
 from .errors import CheckpointError, RequestError
@@ -53,15 +54,28 @@ class Weight(NamedTuple):
     """fp8_exact: where the exceptions belong, e * n + row, int32 [C]; -1 where there is none."""
 
     def of(self, expert: int) -> Tensor:
-        """The values [n, k] of one expert: as kept in bf16, else decoded to fp32, exactly. Its shapes depend on ``places``."""
+        """The values [n, k] of one expert: as kept in bf16, else decoded to fp32, exactly."""
         if self.scale is None:
             return self.rows[expert]
         if self.exceptions is None or self.places is None:
             return decode_fp4(self.rows[expert], self.scale[expert])
         values = decode_rows(self.rows[expert], self.scale[expert])
-        row = self.places - expert * values.shape[0]
-        here = ((row >= 0) & (row < values.shape[0])).nonzero().flatten()
-        return values.index_copy_(0, row[here].long(), self.exceptions[here].float())
+        put = put_chosen if values.device.type == "cpu" else put_static
+        return put(values, self.places - expert * values.shape[0], self.exceptions)
+
+
+def put_chosen(values: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """fp32 ``values`` [n, k] with ``rows`` [c, k] in their places ``index`` [c]; rows whose index is not in 0 to n - 1 are
+    left out. In place, and shapes depend on ``index``: nothing is spent on other rows."""
+    here = ((index >= 0) & (index < values.shape[0])).nonzero().flatten()
+    return values.index_copy_(0, index[here].long(), rows[here].float())
+
+
+def put_static(values: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """``put_chosen`` for graphs, whose shapes depend on nothing: rows that are left out go to a spare one. Not in place."""
+    n = values.shape[0]
+    place = torch.where((index >= 0) & (index < n), index, n).long()
+    return F.pad(values, (0, 0, 0, 1)).index_copy_(0, place, rows.float())[:n]
 
 
 class ExpertBank(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .checkpoint.rank import RankCheckpoint, Source
 from .checkpoint.reader import Checkpoint
@@ -76,17 +76,24 @@ def load_model(
         checkpoint.finish(lambda name: not plan.holds(name) or (not drafter and name.startswith("mtp.")))
     if shown and expert_weight_format == "fp8_exact":
         print("fp8_exact: {} of {} rows of this rank's experts are kept in bf16".format(*exceptions_of(model)), file=sys.stderr)
-    model.rope_plain = rope_table(config, False, length)
+    for name, table in tables(folder, config, length).items():
+        setattr(model, name, table)
     if model.drafter is not None:
         model.drafter.rope_plain = model.rope_plain
-    model.rope_compressed = rope_table(config, True, length)
-    model.token_map = (
-        token_map(folder, config) if config.engram_layer_ids else torch.zeros(config.vocab_size, dtype=torch.int32)
-    )
     model.numerics.ops.lay_out(model)
     if model.numerics.ops.name == "numba":
         warm_up(model)
     return model.eval()
+
+
+def tables(folder: str | Path, config: ModelConfig, max_seq_len: int) -> dict[str, Tensor]:
+    """What a model has beside its weights: rope_plain, rope_compressed and token_map, made of the tokenizer in ``folder``."""
+    no_engram = torch.zeros(config.vocab_size, dtype=torch.int32)
+    return {
+        "rope_plain": rope_table(config, False, max_seq_len),
+        "rope_compressed": rope_table(config, True, max_seq_len),
+        "token_map": token_map(folder, config) if config.engram_layer_ids else no_engram,
+    }
 
 
 def build_model(

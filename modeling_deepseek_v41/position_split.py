@@ -7,6 +7,7 @@ too, and how wide the matrix products are does not depend on how far a call read
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .numerics import Arithmetic
 from .parallel import Group, join_parts, own_part, place_of
@@ -59,9 +60,32 @@ class PositionSplit:
         else:
             gathered, maxima = self.group.gathers(best, maxima)
             maxima = join_parts(maxima, GROUP_TILE // block, size)
-        scores, where = gathered.unflatten(-1, (size, 2, -1)).transpose(1, 2).flatten(-2).unbind(1)
-        order = where.argsort(-1)
-        scores, where = scores.gather(-1, order), where.gather(-1, order)
+        scores, where = by_position(*gathered.unflatten(-1, (size, 2, -1)).unbind(-2))
         chosen = arithmetic.ops.top_ascending(scores, where < torch.inf, k)
         merged = where.gather(-1, chosen.clamp_min(0)).nan_to_num(posinf=0.0).long()
         return merged.masked_fill(chosen < 0, -1), maxima
+
+
+def by_position(scores: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists side by side [n, lists, length], each ascending in ``where``, as one [n, m]: the scores, and their positions.
+
+    Unused entries, at infinity with the score -infinity, come last; lengths are filled up with them to a power of two, and
+    the number of lists is one. A bitonic merge: pairwise minima and maxima in log2(m) rounds, since not every device sorts.
+    """
+    missing = (1 << (where.shape[-1] - 1).bit_length()) - where.shape[-1]
+    scores, where = F.pad(scores, (0, missing), value=-torch.inf), F.pad(where, (0, missing), value=torch.inf)
+    while where.shape[1] > 1:
+        scores, where = (torch.cat([x[:, 0::2], x[:, 1::2].flip(-1)], -1) for x in (scores, where))
+        step = where.shape[-1] // 2
+        while step:
+            scores, where = _exchanged(scores, where, step)
+            step //= 2
+    return scores.squeeze(1), where.squeeze(1)
+
+
+def _exchanged(scores: Tensor, where: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Entries [..., m] in which the later one of every two that are ``step`` apart has the higher position."""
+    pairs = [x.unflatten(-1, (-1, 2, step)).unbind(-2) for x in (scores, where)]
+    swap = pairs[1][0] > pairs[1][1]
+    scores, where = (torch.stack([torch.where(swap, b, a), torch.where(swap, a, b)], -2).flatten(-3) for a, b in pairs)
+    return scores, where

@@ -23,6 +23,7 @@ from .numerics import Numerics
 WEIGHTS, MANIFEST = "weights", "manifest.json"
 
 _ADVICE = "give the options that the files were made with, or make them again in an empty folder"
+_AGAIN = "give the command that made it once more, which keeps the files that are whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def is_sharded(folder: str | Path) -> bool:
     if (weights / MANIFEST).exists():
         return True
     if (weights / (MANIFEST + PART)).exists():
-        raise CheckpointError(f"{weights}: its rank files are not finished; run the deepseek-v41 shard that made them again")
+        raise CheckpointError(f"{weights}: its rank files are not finished; give the command that makes them once more")
     return False
 
 
@@ -99,13 +100,17 @@ def rank_file_name(rank: int | str) -> str:
 
 
 def check_file(file: Path, record: RankFile | None, done: Callable[[int], None] = lambda count: None) -> None:
-    """Raises CheckpointError where ``file`` is not the one of ``record``; ``done`` is told how many bytes were read."""
-    again = "run the deepseek-v41 shard that made it again, which keeps the files that are whole"
+    expected = check_size(file, record)
+    found = sha256(file, done)
+    if found != expected:
+        raise CheckpointError(f"{file}: its bytes have changed: sha256 {found}, expected {expected}; {_AGAIN}")
+
+
+def check_size(file: Path, record: RankFile | None) -> str:
+    """Raises CheckpointError where ``file`` is missing or not as long as ``record`` says; returns the hash it should have."""
     if record is None or not file.is_file():
-        raise CheckpointError(f"{file}: is missing; {again}")
+        raise CheckpointError(f"{file}: is missing; {_AGAIN}")
     size = file.stat().st_size
     if size != record.bytes:
-        raise CheckpointError(f"{file}: has {size} bytes, expected {record.bytes}; {again}")
-    found = sha256(file, done)
-    if found != record.sha256:
-        raise CheckpointError(f"{file}: its bytes have changed: sha256 {found}, expected {record.sha256}; {again}")
+        raise CheckpointError(f"{file}: has {size} bytes, expected {record.bytes}; {_AGAIN}")
+    return record.sha256

@@ -46,11 +46,14 @@ def shard_checkpoint(
     progress: bool = True,
     prefix: str = "",
     extra: Callable[[int], Mapping[str, Tensor]] = lambda rank: {},
+    drafter: bool = True,
+    ranks: Iterable[int] | None = None,
 ) -> Manifest:
-    """Writes the rank files of ``layout`` for the checkpoint in ``folder``, drafter included, to ``out``.
+    """Writes the rank files of ``layout`` for the checkpoint in ``folder`` to ``out``, with the drafter where it has one.
 
     ``numerics``, ``expert_weight_format``, ``expert_exception_rows``: as ``loading.load_model`` takes them, which must then
     get the same. ``prefix`` stands before every tensor's name, and ``extra(rank)`` are tensors that a file holds besides.
+    Without ``drafter`` its weights are left out. ``ranks``: whose files are wanted, by default everybody's.
     A run that was broken off goes on where it was: files that are whole by size and hash are kept. Memory: one weight
     beyond the file cache, whatever the checkpoint's size.
 
@@ -62,25 +65,27 @@ def shard_checkpoint(
         raise CheckpointError(f"{out}: is the checkpoint's own folder; give another one for the rank files")
     arithmetic, experts = numerics_by_name(numerics), ExpertStorage(expert_weight_format, expert_exception_rows)
     experts.check()
+    drafter = drafter and config.num_nextn_predict_layers > 0
 
     def empty(rank: int) -> nn.Module:
         return build_model(
             config, arithmetic, config.max_position_embeddings, expert_weight_format,
-            drafter=config.num_nextn_predict_layers > 0, parallel=unconnected(layout, rank),
-            expert_exception_rows=expert_exception_rows, weight_dtype=torch.bfloat16,
+            drafter=drafter, parallel=unconnected(layout, rank), expert_exception_rows=expert_exception_rows,
+            weight_dtype=torch.bfloat16,
         )  # fmt: skip
 
     with Checkpoint(folder, config) as checkpoint:
         made = made_for(config, layout, arithmetic, experts, prefix) | {"checkpoint": _fingerprint(checkpoint.files)}
+    made |= {"drafter": drafter} | {f"tensor {name}": _digest(tensor) for name, tensor in extra(0).items()}
     weights = out / WEIGHTS
     weights.mkdir(parents=True, exist_ok=True)
     manifest = _begun(weights, made)
-    ranks = {rank_file_name(rank): rank for rank in range(layout.world_size)}
+    files = {rank_file_name(rank): rank for rank in (range(layout.world_size) if ranks is None else ranks)}
     size = file_size({prefix + name: tensor for name, tensor in empty(0).named_parameters()} | dict(extra(0)))
-    bar = Progress(size * (2 * len(ranks) - len(manifest.files)), "B", "sharding") if progress else None
+    bar = Progress(size * (2 * len(files) - len(manifest.files)), "B", "sharding") if progress else None
     update = (lambda count: None) if bar is None else bar.update
     manifest.files = {name: record for name, record in manifest.files.items() if _is_whole(weights / name, record, update)}
-    missing = [name for name in ranks if name not in manifest.files]
+    missing = [name for name in files if name not in manifest.files]
     begun, finished = weights / (MANIFEST + PART), weights / MANIFEST
     if missing:
         manifest.write(begun)
@@ -93,10 +98,10 @@ def shard_checkpoint(
             " make room or give another folder"
         )
     for name in missing:
-        model, plan = empty(ranks[name]), ShardPlan(config, layout, ranks[name])
+        model, plan = empty(files[name]), ShardPlan(config, layout, files[name])
         with Checkpoint(folder, config) as checkpoint:
-            write_rank(weights / name, model, RankCheckpoint(checkpoint, plan), prefix, extra(ranks[name]), update)
-            checkpoint.finish(functools.partial(_is_not_held, plan))
+            write_rank(weights / name, model, RankCheckpoint(checkpoint, plan), prefix, extra(files[name]), update)
+            checkpoint.finish(functools.partial(_is_unused, plan, drafter))
         manifest.files[name] = RankFile(size, sha256(weights / name, update), exceptions_of(model)[0])
         manifest.write(begun)
     for pattern in _COPIED:
@@ -158,8 +163,12 @@ def _remove_others(weights: Path, manifest: Manifest) -> None:
                 file.unlink()
 
 
-def _is_not_held(plan: ShardPlan, stored_name: str) -> bool:
-    return not plan.holds(stored_name)
+def _is_unused(plan: ShardPlan, drafter: bool, stored_name: str) -> bool:
+    return not plan.holds(stored_name) or (not drafter and stored_name.startswith("mtp."))
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _fingerprint(files: Iterable[Path]) -> str:

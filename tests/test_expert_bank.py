@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from stored_experts import StoredExperts, bank
 
 from modeling_deepseek_v41.errors import CheckpointError, RequestError
-from modeling_deepseek_v41.expert_bank import ExpertStorage, exceptions_of, weights_of
+from modeling_deepseek_v41.expert_bank import ExpertStorage, exceptions_of, put_chosen, put_static, weights_of
 from modeling_deepseek_v41.formats import decode_fp4
 from modeling_deepseek_v41.loading import load_model
 from modeling_deepseek_v41.model import DeepseekV41Model
@@ -35,6 +35,13 @@ def test_every_value_is_kept_to_the_bit(storage: str, wide: dict[str, list[tuple
         for found, expected in ((w13.of(expert), torch.cat([values["w1"], values["w3"]])), (w2.of(expert), values["w2"])):
             assert torch.equal(found.float().view(torch.int32), expected.view(torch.int32))
     assert made.exceptions() == (8 if wide and storage == "fp8_exact" else 0, 4 * (128 + 64))
+
+
+def test_graphs_put_exceptions_in_their_places_as_the_cpu_does() -> None:
+    values, rows = torch.randn(6, 4), torch.randn(5, 4, dtype=torch.bfloat16)
+    index = torch.tensor([-1, 3, 9, 0, -1], dtype=torch.int32)
+    found = put_static(values, index, rows)
+    assert torch.equal(found, put_chosen(values, index, rows)) and torch.equal(found[[3, 0]], rows[[1, 3]].float())
 
 
 def test_shapes_of_fp8_exact() -> None:

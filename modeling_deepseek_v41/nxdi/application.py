@@ -3,14 +3,12 @@
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed_inference.models.application_base import normalize_path
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
-from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,7 +18,7 @@ from .config import DeepseekV41InferenceConfig, add_drafter_config
 from .fused import NeuronDSparkFusedSpecModel
 from .reference import ReferenceModel
 from .traced import NeuronDeepseekV41Model
-from .weights import load_strictly, rank_state_dict
+from .weights import RankWeights, load_strictly
 from .wrapper import DeepseekV41ModelWrapper
 
 
@@ -61,46 +59,56 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
         """The model on plain CPU, which accuracy checks compare with. On an instance, in the instance's own arithmetic."""
         return ReferenceModel.from_pretrained(model_path, numerics=numerics)
 
+    @functools.cached_property
+    def weights(self) -> RankWeights:
+        """Every rank's tensors, read from ``model_path``: a checkpoint, or rank files that ``deepseek-v41 shard`` made."""
+        return RankWeights(self.model_path, self.neuron_config)
+
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """NxDI's hook: the tensors of the first local rank. Weights are read rank by rank (``shard_weights``)."""
-        return self._rank_tensors(self.neuron_config.start_rank_id)
+        return self.weights.state_dict(self.neuron_config.start_rank_id)
 
     def shard_weights(self, compiled_model_path: str, debug: bool = False, pre_shard_weights_hook: Any = None) -> None:
-        """Writes weights/tp{rank}_sharded_checkpoint.safetensors of every local rank, each read from the checkpoint itself."""
+        """Writes weights/tp{rank}_sharded_checkpoint.safetensors of every local rank, with a manifest (sharding.py).
+
+        What was broken off goes on; files that are whole are kept. Raises CheckpointError where the folder has files that
+        are made for something else.
+        """
         if pre_shard_weights_hook:
             pre_shard_weights_hook(self)
-        if self.neuron_config.skip_sharding or not self.neuron_config.save_sharded_checkpoint:
-            return
-        folder = Path(normalize_path(compiled_model_path)) / "weights"
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank in self._local_ranks():
-            state = {name: tensor.contiguous() for name, tensor in self._rank_tensors(rank).items()}
-            save_file(state, folder / f"tp{rank}_sharded_checkpoint.safetensors")
+        if not self.neuron_config.skip_sharding and self.neuron_config.save_sharded_checkpoint:
+            self.weights.write(normalize_path(compiled_model_path), self._local_ranks())
 
     def load_weights(
         self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None
     ) -> None:
-        """Loads every local rank's tensors to the device: the sharded files, or without them from the checkpoint itself."""
+        """Loads every local rank's tensors to the device: the sharded files, or without them from ``model_path`` itself.
+
+        Raises CheckpointError where files are missing, cut off or made for something else.
+        """
+        ranks = self._local_ranks(start_rank_id, local_ranks_size)
         if self.neuron_config.save_sharded_checkpoint:
+            self.weights.check(normalize_path(compiled_model_path), ranks)
             super().load_weights(compiled_model_path, start_rank_id, local_ranks_size)
             return
-        first = self.neuron_config.start_rank_id if start_rank_id is None else start_rank_id
-        count = local_ranks_size or self.neuron_config.local_ranks_size
-        weights = [self._rank_tensors(rank) for rank in range(first, first + count)]
-        self.traced_model.nxd_model.initialize(weights, torch.tensor([first], dtype=torch.int32))
+        tensors = [self.weights.state_dict(rank) for rank in ranks]
+        self.traced_model.nxd_model.initialize(tensors, torch.tensor([ranks.start], dtype=torch.int32))
 
     def to_cpu(self) -> None:
         """Makes the module of this process's rank on the CPU, for every stage the same, and loads its weights strictly.
 
         One process alone, or every process of a torchrun of world_size. NXD_CPU_MODE stays set: one process, one mode.
+        Raises RequestError for kernels of a device.
         """
+        if self.neuron_config.kernels != "torch":
+            raise RequestError(f"kernels: {self.neuron_config.kernels} needs a Neuron device; on a CPU choose torch")
         os.environ["NXD_CPU_MODE"] = "1"
         run = self.neuron_config
         _join_processes(run.world_size)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=run.tp_degree, skip_collective_init=True)
         module = self.models[0].model_cls(self.models[0].config)
-        load_strictly(module, self._rank_tensors(torch.distributed.get_rank()))
+        load_strictly(module, self.weights.state_dict(torch.distributed.get_rank()))
         for wrapper in self.models:
             wrapper.model = module
         self.eval()
@@ -122,12 +130,9 @@ class NeuronDeepseekV41ForCausalLM(NeuronBaseForCausalLM):
             return self._construct_output_with_tokens_and_logits(*outputs)
         return self._construct_output(outputs[0])
 
-    def _local_ranks(self) -> range:
-        first = self.neuron_config.start_rank_id
-        return range(first, first + self.neuron_config.local_ranks_size)
-
-    def _rank_tensors(self, rank: int) -> dict[str, Tensor]:
-        return rank_state_dict(self.model_path, self.neuron_config, rank)
+    def _local_ranks(self, first: int | None = None, count: int | None = None) -> range:
+        first = self.neuron_config.start_rank_id if first is None else first
+        return range(first, first + (count or self.neuron_config.local_ranks_size))
 
 
 def _join_processes(world_size: int) -> None:

@@ -11,6 +11,7 @@ from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig, I
 from ..config import ModelConfig, config_from_dict
 from ..dspark.drafter import check_num_draft_tokens
 from ..errors import RequestError
+from ..expert_bank import ExpertStorage
 from ..numerics import Numerics, numerics_by_name
 from .refusals import refusal, refused
 
@@ -18,10 +19,17 @@ NUMERICS = {torch.float32: "fp32", torch.bfloat16: "release"}
 """The arithmetic that a torch_dtype asks for."""
 
 
+KERNELS = ("torch", "nki")
+"""What runs inside a graph."""
+
+
 class DeepseekV41NeuronConfig(MoENeuronConfig):
     """NxDI's options for this model; RequestError lists every option that it cannot serve.
 
-    Its own, all about which rank holds what (layout.py): attn_tp_degree, dspark_moe_ep_degree and o_proj_reduce.
+    Its own: which rank holds what (layout.py): attn_tp_degree, dspark_moe_ep_degree and o_proj_reduce; how routed experts
+    are kept (expert_bank.py): expert_weight_format, by default fp8_exact, and expert_exception_rows; kernels, torch or nki:
+    whether PyTorch's operations are compiled or this package's kernels take their place, which needs bfloat16 and fp8_exact
+    and was not verified on a device.
     """
 
     def __init__(self, **kwargs: Any):
@@ -29,12 +37,21 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
         self.attn_tp_degree: int | None = kwargs.pop("attn_tp_degree", None)
         self.dspark_moe_ep_degree: int | None = kwargs.pop("dspark_moe_ep_degree", None)
         self.o_proj_reduce: str = kwargs.pop("o_proj_reduce", "group")
+        self.expert_weight_format: str = kwargs.pop("expert_weight_format", "fp8_exact")
+        self.expert_exception_rows: int | None = kwargs.pop("expert_exception_rows", None)
+        self.kernels: str = kwargs.pop("kernels", "torch")
         super().__init__(**kwargs)
+        self.expert_storage.check()
         standard = MoENeuronConfig()
         lines = refused(self, lambda name: getattr(standard, name))
         lines += [message for wrong, message in self._conflicts() if wrong]
         if lines:
             raise RequestError(refusal(lines))
+
+    @property
+    def expert_storage(self) -> ExpertStorage:
+        """How routed experts are kept."""
+        return ExpertStorage(self.expert_weight_format, self.expert_exception_rows)
 
     @property
     def numerics(self) -> Numerics:
@@ -66,6 +83,12 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
                 f"world_size: found {self.world_size}, expected tp_degree {self.tp_degree}: one model over all ranks",
             ),
             (self.torch_dtype not in NUMERICS, f"torch_dtype: found {self.torch_dtype}, expected float32 or bfloat16"),
+            (self.kernels not in KERNELS, f"kernels: found {self.kernels!r}, expected one of {', '.join(KERNELS)}"),
+            (
+                self.kernels == "nki" and (self.expert_weight_format, self.torch_dtype) != ("fp8_exact", torch.bfloat16),
+                f"kernels: nki reads fp8_exact experts and computes in bfloat16, found {self.expert_weight_format} and"
+                f" {self.torch_dtype}; choose torch",
+            ),
             (
                 self.max_length > self.seq_len,
                 f"max_length: found {self.max_length}, expected at most seq_len {self.seq_len}: state is allocated for seq_len",

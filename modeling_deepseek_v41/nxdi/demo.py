@@ -18,8 +18,10 @@ from neuronx_distributed_inference.utils.exceptions import LogitMatchingValidati
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..errors import DeepseekV41Error, RequestError
+from ..expert_bank import EXPERT_WEIGHT_FORMATS
 from ..layout import O_PROJ_REDUCE
 from .application import NeuronDeepseekV41ForCausalLM
+from .config import KERNELS
 from .refusals import refusal, refused
 from .registry import register
 
@@ -34,10 +36,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="compile, load, check, generate and measure")
     inference_demo.setup_run_parser(run)
-    own = run.add_argument_group("DeepSeek-V4.1", "which rank holds what; by default as many parts as the model allows")
+    own = run.add_argument_group("DeepSeek-V4.1", "which rank holds what, by default in as many parts as possible, and how")
     own.add_argument("--attn-tp-degree", type=int, help="ranks of one attention group; attention is repeated in every group")
     own.add_argument("--dspark-moe-ep-degree", type=int, help="parts of the drafter's experts by id")
     own.add_argument("--o-proj-reduce", choices=O_PROJ_REDUCE, default="group", help="which ranks share wo_b")
+    formats, most = EXPERT_WEIGHT_FORMATS, "with fp8_exact: room for rows of a matrix that fp8 cannot hold (default: 1 in 256)"
+    own.add_argument("--expert-weight-format", choices=formats, default="fp8_exact", help="how routed experts are kept")
+    own.add_argument("--expert-exception-rows", type=int, metavar="N", help=most)
+    own.add_argument("--kernels", choices=KERNELS, default="torch", help="nki: this package's own, not verified on a device")
     return parser, run
 
 

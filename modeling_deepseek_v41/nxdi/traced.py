@@ -37,9 +37,12 @@ class NeuronDeepseekV41Model(NeuronBaseModel):
         """The backbone, with its drafter where drafts are made in the graph."""
         run, model = config.neuron_config, config.to_model_config()
         parallel = run_parallel(run_layout(model, run))
-        self.backbone = DeepseekV41Model(model, run.numerics, run.seq_len, parallel=parallel)
+        kept, room = run.expert_storage
+        self.backbone = DeepseekV41Model(
+            model, run.numerics, run.seq_len, kept, run.kernels, parallel, room, weight_dtype=torch.bfloat16
+        )
         if run.enable_fused_speculation:
-            drafter = Drafter(model, self.backbone.numerics, parallel=parallel)
+            drafter = Drafter(model, self.backbone.numerics, kept, parallel, room)
             drafter.rope_plain = self.backbone.rope_plain
             self.backbone.add_drafter(drafter)
         tables_as_weights(self.backbone)

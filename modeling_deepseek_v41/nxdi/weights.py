@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config import load_config
-from ..errors import CheckpointError
-from ..loading import load_model
+from ..errors import CheckpointError, RequestError
+from ..loading import load_model, tables
 from ..parallel import unconnected
+from ..shard_manifest import MANIFEST, WEIGHTS, check_size, is_sharded, made_for, rank_file_name, read_manifest
+from ..sharding import shard_checkpoint
 from .config import DeepseekV41NeuronConfig
 from .groups import run_layout
 
@@ -27,18 +29,58 @@ def tables_as_weights(module: nn.Module) -> None:
                 part.register_parameter(name, nn.Parameter(table.clone(), requires_grad=False))
 
 
-def rank_state_dict(folder: str | Path, run: DeepseekV41NeuronConfig, rank: int) -> dict[str, Tensor]:
-    """The tensors of ``rank``'s module, under its names, read strictly from ``folder``."""
-    fused = run.enable_fused_speculation
-    parallel = unconnected(run_layout(load_config(folder), run), rank)
-    model = load_model(
-        folder, run.numerics_name, run.seq_len, kernels="torch", progress=False, drafter=fused, parallel=parallel
-    )
-    prefix = "target_model." if fused else ""
-    tables_as_weights(model)
-    state = {f"{prefix}backbone.{name}": tensor.detach() for name, tensor in model.named_parameters()}
-    state[f"{prefix}rank_util.rank"] = torch.tensor([rank], dtype=torch.int32)
-    return state
+class RankWeights:
+    """The tensors of every rank's module in a run on the checkpoint, or the rank files (sharding.py), in ``folder``."""
+
+    def __init__(self, folder: str | Path, run: DeepseekV41NeuronConfig):
+        self.folder, self.run, self.config = folder, run, load_config(folder)
+        self.layout = run_layout(self.config, run)
+        self._top = "target_model." if run.enable_fused_speculation else ""
+
+    def state_dict(self, rank: int) -> dict[str, Tensor]:
+        """The tensors of ``rank``, under its module's names, read strictly."""
+        run = self.run
+        model = load_model(
+            self.folder, run.numerics_name, run.seq_len, run.expert_weight_format, "torch", progress=False,
+            drafter=run.enable_fused_speculation, parallel=unconnected(self.layout, rank),
+            expert_exception_rows=run.expert_exception_rows, weight_dtype=torch.bfloat16,
+        )  # fmt: skip
+        weights = {f"{self._top}backbone.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+        return weights | self._tables(rank)
+
+    def write(self, out: str | Path, ranks: Iterable[int]) -> None:
+        """Writes the rank files of ``ranks`` for the same modules to the folder ``out`` (sharding.py).
+
+        Raises CheckpointError where ``out`` has files that are made for something else, RequestError for rank files.
+        """
+        run = self.run
+        if is_sharded(self.folder):
+            raise RequestError(
+                f"save_sharded_checkpoint: {self.folder} holds rank files already, which load() reads as they are; leave it"
+                " out, or give the checkpoint that they were made of"
+            )
+        shard_checkpoint(
+            self.folder, out, self.layout, run.numerics_name, run.expert_weight_format, run.expert_exception_rows,
+            prefix=f"{self._top}backbone.", extra=self._tables, drafter=run.enable_fused_speculation, ranks=ranks,
+        )  # fmt: skip
+
+    def check(self, out: str | Path, ranks: Iterable[int]) -> None:
+        """Raises CheckpointError where ``out`` lacks the files of ``ranks`` or has them for something else, as far as names
+        and sizes say."""
+        weights = Path(out) / WEIGHTS
+        manifest = read_manifest(weights / MANIFEST)
+        facts = made_for(self.config, self.layout, self.run.numerics, self.run.expert_storage, f"{self._top}backbone.")
+        manifest.check(weights / MANIFEST, facts | {"drafter": self.run.enable_fused_speculation})
+        for name in map(rank_file_name, ranks):
+            check_size(weights / name, manifest.files.get(name))
+
+    def _tables(self, rank: int) -> dict[str, Tensor]:
+        """What ``rank``'s module has beside the model's weights: its number, and tables."""
+        made = tables(self.folder, self.config, self.run.seq_len)
+        found = {f"{self._top}backbone.{name}": table for name, table in made.items()}
+        if self.run.enable_fused_speculation:
+            found[f"{self._top}backbone.drafter.rope_plain"] = made["rope_plain"].clone()
+        return found | {f"{self._top}rank_util.rank": torch.tensor([rank], dtype=torch.int32)}
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor]) -> None:

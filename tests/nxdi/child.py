@@ -117,7 +117,7 @@ def shards(options: dict[str, Any], work: str) -> dict[str, Any]:
     bad, sizes = [], []
     for rank in range(model.neuron_config.tp_degree):
         stored = load_file(Path(work, "weights", f"tp{rank}_sharded_checkpoint.safetensors"))
-        expected = model._rank_tensors(rank)
+        expected = model.weights.state_dict(rank)
         bad += sorted(set(stored) ^ set(expected))
         bad += [name for name, tensor in expected.items() if not _same(stored[name], tensor)]
         sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in stored.values()))

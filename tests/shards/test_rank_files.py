@@ -113,6 +113,26 @@ def test_a_prefix_and_more_tensors(tmp_path: Path) -> None:
     assert torch.equal(stored["target_model.backbone.norm.weight"], expected.norm.weight)
     with pytest.raises(CheckpointError, match="prefix: its rank files are made for target_model"):
         Made(tmp_path, layout, "release", "bf16").load(0)
+    with pytest.raises(CheckpointError, match=r"tensor target_model\.rank_util\.rank: its rank files are made for"):
+        shard_checkpoint(
+            TINY, tmp_path, layout, progress=False, prefix="target_model.backbone.",
+            extra=lambda rank: {"target_model.rank_util.rank": torch.tensor([rank, 7], dtype=torch.int32)},
+        )  # fmt: skip
+
+
+def test_some_ranks_without_the_drafter(tmp_path: Path) -> None:
+    layout = make_layout(CONFIG, 2)
+    shard_checkpoint(TINY, tmp_path, layout, progress=False, drafter=False, ranks=[1])
+    made = Made(tmp_path, layout, "release", "bf16")
+    model = made.load(1, drafter=False)
+    stored = load_file(tmp_path / "weights" / "tp1_sharded_checkpoint.safetensors")
+    assert set(stored) == {name for name, _ in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"tp0_sharded_checkpoint\.safetensors: is missing"):
+        made.load(0, drafter=False)
+    with pytest.raises(CheckpointError, match="tensors of this rank are missing"):
+        made.load(1)
+    with pytest.raises(CheckpointError, match="drafter: its rank files are made for False, expected True"):
+        shard_checkpoint(TINY, tmp_path, layout, progress=False)
 
 
 @pytest.mark.parametrize(
