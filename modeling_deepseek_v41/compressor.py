@@ -39,10 +39,19 @@ class Compressor(nn.Module):
         first = groups * r - call.start[:, None] + r - 1
         index = (first.unsqueeze(-1) + torch.arange(r, device=x.device)).clamp_max(rows.shape[1] - 1)
         kv, score = rows[torch.arange(x.shape[0], device=x.device)[:, None, None], index].unbind(3)
-        pooled = (kv * score.softmax(2)).sum(2)
-        return self.norm(self.numerics.round(pooled)), groups, complete
+        latent = self.numerics.ops.compress_pool(kv, score, self.norm.weight, self.norm.eps, self.numerics)
+        return latent, groups, complete
 
     def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, state: State) -> None:
         """Writes compressed KV: the latent rotated at its group's first position, then the fp4 QDQ."""
         kv = self.numerics.compressed_kv(self.numerics.ops.rotate(latent, table, self.numerics))
         state.write_groups(f"ckv.{self.layer}", kv, groups, complete)
+
+
+def compress_pool(kv: Tensor, score: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    """RMSNorm, with ``weight`` [D], of the sum over each group's rows of softmax(score) times kv, both rounded.
+
+    kv and score [B, n, r, D] fp32 to [B, n, D] fp32; the softmax is over r, column by column.
+    """
+    pooled = (kv * score.softmax(2)).sum(2)
+    return arithmetic.ops.normalise(arithmetic.round(pooled), weight, eps, arithmetic)

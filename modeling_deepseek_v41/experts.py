@@ -76,11 +76,11 @@ def _traced_experts(
     x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
     share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
-    """In a graph, where no tensor can be read."""
+    """Wherever a tensor cannot be read on the host to choose experts by it."""
     arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
-    rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
-    return arithmetic.ops.traced_experts(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
+    run = arithmetic.ops.every_expert
+    return run(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), *banks, limit, arithmetic).view(x.shape)
 
 
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
@@ -128,17 +128,6 @@ def expert_rows(
     return torch.cat(sums)
 
 
-def every_expert(
-    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
-) -> Tensor:
-    """The same without reading a tensor: every expert of the bank over all rows, with weight 0 where it was not chosen."""
-    table = x.new_zeros(x.shape[0], bank.experts + 1).scatter(1, ids, routing)
-    out = one_expert(x, 0, None, shared, limit, arithmetic)
-    for expert in range(bank.experts):
-        out = out + one_expert(x, expert, table[:, expert], bank, limit, arithmetic)
-    return out
-
-
 def one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
     """Experts ``ids`` of one row [1, d], weighted with routing [len(ids)]: the sum [1, d]."""
     w13, w2, _, share = bank
@@ -163,6 +152,21 @@ def expert_by_expert(
             rows = places // k
             out.index_add_(0, rows, one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
     return out.add_(one_expert(x, 0, None, shared, limit, arithmetic))
+
+
+def every_expert(
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+) -> Tensor:
+    """The same without a look at ``ids``: every expert over all rows, with weight 0 where it was not chosen."""
+    out = one_expert(x, 0, None, shared, limit, arithmetic)
+    for expert, weights in enumerate(routing_table(ids, routing, bank.experts).unbind(1)):
+        out = out + one_expert(x, expert, weights, bank, limit, arithmetic)
+    return out
+
+
+def routing_table(ids: Tensor, routing: Tensor, experts: int) -> Tensor:
+    """ids and routing [n, k] to the weight of every expert in every row [n, experts], 0 where it was not chosen."""
+    return routing.new_zeros(ids.shape[0], experts + 1).scatter(1, ids, routing)[:, :experts]
 
 
 def one_expert(x: Tensor, expert: int, routing: Tensor | None, bank: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:

@@ -50,7 +50,7 @@ class Indexer(nn.Module):
         query = numerics.index(numerics.ops.rotate(heads, table, numerics))
         weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
         tokens = x.shape[1]
-        tile = 1 if tokens <= numerics.exact_tokens else PREFILL_TILE
+        tile = numerics.ops.index_rows if tokens <= numerics.exact_tokens else PREFILL_TILE
         cache = state[f"ikey.{self.source}"]
         count = groups_read(call, self.ratio, cache.shape[2])
         split, size = PositionSplit(self.group, call.rank), self.config.candidate_block_size
@@ -75,15 +75,20 @@ class Indexer(nn.Module):
         topk_idxs, blocks = split.merge(torch.cat(chosen), blocks, size, self.config.index_topk, numerics)
         shape = (x.shape[0], tokens)
         if blocks is not None:
-            candidates = self._candidate_blocks(blocks, call.reach.view(-1, 1) // self.ratio).unflatten(0, shape)
+            c, seen = self.config, call.reach.view(-1, 1) // self.ratio
+            found = numerics.ops.candidate_blocks(blocks, seen, c.candidate_block_size, c.candidate_topk_blocks)
+            candidates = found.unflatten(0, shape)
         return topk_idxs.unflatten(0, shape), candidates
 
-    def _candidate_blocks(self, best: Tensor, seen: Tensor) -> Tensor:
-        """Every row's blocks with the highest of ``best`` [n, blocks], the newest one of ``seen`` pinned: bool [n, blocks]."""
-        size, most = self.config.candidate_block_size, self.config.candidate_topk_blocks
-        blocks = torch.arange(best.shape[-1], device=best.device)
-        best = best.masked_fill((blocks == (seen - 1) // size) & (seen > 0), torch.inf)
-        return top_mask(best, min(most, best.shape[-1])) & (best > -torch.inf)
+
+def candidate_blocks(best: Tensor, seen: Tensor, size: int, most: int) -> Tensor:
+    """Every row's ``most`` blocks with the highest of ``best`` [n, blocks], -inf for none: bool [n, blocks].
+
+    ``seen`` [n, 1] int64: groups that the row sees; the newest one's block, of ``size`` groups each, is pinned.
+    """
+    blocks = torch.arange(best.shape[-1], device=best.device)
+    best = best.masked_fill((blocks == (seen - 1) // size) & (seen > 0), torch.inf)
+    return top_mask(best, min(most, best.shape[-1])) & (best > -torch.inf)
 
 
 def _block_maxima(scores: Tensor, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from .errors import RequestError
 from .state import GROUP_TILE
 
 O_PROJ_REDUCE = ("group", "world")
+MESHES = ("contiguous", "trn2")
 
 Mesh = tuple[tuple[int, ...], ...]
 """Groups of world ranks, every rank in one of them; a rank's place in its group is its place in the row."""
@@ -94,6 +95,17 @@ def contiguous_mesh(world_size: int, degree: int) -> Mesh:
     return tuple(tuple(range(first, first + degree)) for first in range(0, world_size, degree))
 
 
+def trn2_mesh(world_size: int, degree: int) -> Mesh:
+    """NxD Inference's groups on a trn2.48xlarge: of 64 ranks, eight groups of 8 along the device's links; else neighbours."""
+    if (world_size, degree) != (64, 8):
+        return contiguous_mesh(world_size, degree)
+    rows = []
+    for first in range(0, 64, 16):
+        rows.append((*range(first, first + 4), *range(first + 12, first + 16)))
+        rows.append(tuple(range(first + 4, first + 12)))
+    return tuple(rows)
+
+
 def make_layout(
     config: ModelConfig,
     world_size: int,
@@ -101,21 +113,20 @@ def make_layout(
     moe_ep_degree: int | None = None,
     dspark_moe_ep_degree: int | None = None,
     o_proj_reduce: str = "group",
-    mesh: Sequence[Sequence[int]] | None = None,
+    mesh: Sequence[Sequence[int]] | str = "contiguous",
 ) -> Layout:
     """The division of ``config``'s model among ``world_size`` ranks; raises RequestError naming the degree that does not fit.
 
     By default as many attention groups, and as many parts of the experts by id, as the model and the world allow: for the
     release on 64 ranks attn_tp_degree 8, moe_ep_degree 64 and dspark_moe_ep_degree 64. ``mesh``: the attention groups' ranks,
-    ascending in each, such as NxD Inference's for trn2; by default neighbours. The shared expert is split as far as the
-    attention group and whole groups of 32 columns, which share a scale, allow.
+    ascending in each, or the name of one: contiguous, neighbours, or trn2, which NxD Inference uses there. The shared
+    expert is split as far as the attention group and whole groups of 32 columns, which share a scale, allow.
     """
     _require(_is_degree(world_size), f"world_size: expected an integer of 1 or more, found {world_size!r}")
     attention = math.gcd(world_size, config.o_groups) if attn_tp_degree is None else attn_tp_degree
     _check_divides("attn_tp_degree", attention, {"world_size": world_size, f"o_groups of {config.source}": config.o_groups})
     _check_attention(config, attention)
-    rows = contiguous_mesh(world_size, attention) if mesh is None else tuple(tuple(row) for row in mesh)
-    _check_mesh(rows, world_size, attention)
+    rows = _rows(mesh, world_size, attention)
     _require(
         o_proj_reduce in O_PROJ_REDUCE, f"o_proj_reduce: expected one of {', '.join(O_PROJ_REDUCE)}, found {o_proj_reduce!r}"
     )
@@ -146,7 +157,11 @@ def _check_attention(config: ModelConfig, degree: int) -> None:
     )
 
 
-def _check_mesh(mesh: Mesh, world_size: int, degree: int) -> None:
+def _rows(named: Sequence[Sequence[int]] | str, world_size: int, degree: int) -> Mesh:
+    if isinstance(named, str):
+        _require(named in MESHES, f"mesh: expected one of {', '.join(MESHES)}, or groups of ranks, found {named!r}")
+        return trn2_mesh(world_size, degree) if named == "trn2" else contiguous_mesh(world_size, degree)
+    mesh = tuple(tuple(row) for row in named)
     ranks = sorted(rank for row in mesh for rank in row)
     _require(ranks == list(range(world_size)), f"mesh: expected every rank from 0 to {world_size - 1} once, found {mesh}")
     for row in mesh:
@@ -154,6 +169,7 @@ def _check_mesh(mesh: Mesh, world_size: int, degree: int) -> None:
             len(row) == degree and list(row) == sorted(row),
             f"mesh: expected groups of {degree} ranks in ascending order, as process groups number them, found {list(row)}",
         )
+    return mesh
 
 
 def _expert_degree(config: ModelConfig, world_size: int, name: str, degree: int | None, is_drafter: bool) -> int:

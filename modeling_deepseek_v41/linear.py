@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint.rank import Source
+from .errors import CheckpointError
 from .formats import qdq_fp8
 from .numerics import Arithmetic
 
@@ -46,7 +47,7 @@ def quantise(x: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x W^T accumulated in fp32; W [n, k] is held in fp32, an exact decoding of what is stored.
+    """y = x W^T accumulated in fp32; W [n, k] is held in the arithmetic's weight_dtype, an exact decoding of what is stored.
 
     The caller of one whose weight is stored in fp8 passes the input through ``Arithmetic.activation`` first, once for all
     linears that share it. Other weights take the activation as it is. ``rounds``: whether the result is rounded to the
@@ -55,7 +56,7 @@ class Linear(nn.Module):
 
     def __init__(self, k: int, n: int, arithmetic: Arithmetic, *, rounds: bool = True):
         super().__init__()
-        self.weight = frozen(n, k)
+        self.weight = frozen(n, k, dtype=arithmetic.weight_dtype)
         self.arithmetic, self.rounds = arithmetic, rounds
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,13 +64,22 @@ class Linear(nn.Module):
         return self.arithmetic.ops.linear(x, self.weight, self.rounds, self.arithmetic)
 
     def load(self, checkpoint: Source, name: str) -> None:
-        """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time."""
+        """Reads ``name``.weight, and ``name``.scale for fp8, a slice of rows at a time.
+
+        Raises CheckpointError where a block scale is so small that bf16 would round the weights.
+        """
         n, k = self.weight.shape
         step = max(32, SLICE_BYTES // (4 * k) // 32 * 32)
         weight = room(self, "weight")
         for row in range(0, n, step):
             stop = min(row + step, n)
-            weight[row:stop] = checkpoint.linear(name, row, stop)
+            values = checkpoint.linear(name, row, stop)
+            weight[row:stop] = values
+            if weight.dtype != torch.float32 and not torch.equal(weight[row:stop].float(), values.float()):
+                raise CheckpointError(
+                    f"{name}.scale: rows {row} to {stop - 1} have scales so small that bf16 does not hold the weights exactly;"
+                    " is the checkpoint damaged?"
+                )
 
 
 class Embedding(nn.Module):

@@ -40,6 +40,7 @@ def load_model(
     drafter: bool = False,
     parallel: Parallel = SINGLE,
     expert_exception_rows: int | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> DeepseekV41Model:
     """Reads the text backbone, with ``drafter`` also its DSpark drafter, from ``folder``: a checkpoint, or rank files.
 
@@ -51,7 +52,7 @@ def load_model(
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the
     drafter's where it is not asked for, are checked but not read. ``parallel``: the ranks that compute the model together;
     each calls this and reads its own parts (shard_plan.py). Rank files (sharding.py) must have been made with the same
-    ``parallel.layout``, ``numerics`` and options of experts.
+    ``parallel.layout``, ``numerics`` and options of experts. ``weight_dtype``: what linears are kept in (model.py).
     """
     sharded, config = is_sharded(folder), load_config(folder)
     arithmetic = numerics_by_name(numerics)
@@ -61,7 +62,9 @@ def load_model(
         raise RequestError(f"max_seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {length!r}")
     if drafter and not config.num_nextn_predict_layers:
         raise RequestError(f"drafter: {config.source} has num_nextn_predict_layers 0, so the checkpoint holds no drafter")
-    model = build_model(config, arithmetic, length, expert_weight_format, kernels, drafter, parallel, expert_exception_rows)
+    model = build_model(
+        config, arithmetic, length, expert_weight_format, kernels, drafter, parallel, expert_exception_rows, weight_dtype
+    )
     shown = progress and parallel.rank == 0
     if sharded:
         experts = ExpertStorage(expert_weight_format, expert_exception_rows)
@@ -77,6 +80,7 @@ def load_model(
         setattr(model, name, table)
     if model.drafter is not None:
         model.drafter.rope_plain = model.rope_plain
+    model.numerics.ops.lay_out(model)
     if model.numerics.ops.name == "numba":
         warm_up(model)
     return model.eval()
@@ -101,10 +105,14 @@ def build_model(
     drafter: bool = False,
     parallel: Parallel = SINGLE,
     expert_exception_rows: int | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> DeepseekV41Model:
     """The model, with ``drafter`` also its drafter, of one rank on the meta device: names, shapes and dtypes, no values."""
     with torch.device("meta"):
-        model = DeepseekV41Model(config, numerics, max_seq_len, expert_weight_format, kernels, parallel, expert_exception_rows)
+        model = DeepseekV41Model(
+            config, numerics, max_seq_len, expert_weight_format, kernels, parallel, expert_exception_rows,
+            weight_dtype=weight_dtype,
+        )  # fmt: skip
         if drafter:
             model.add_drafter(Drafter(config, model.numerics, expert_weight_format, parallel, expert_exception_rows))
     return model

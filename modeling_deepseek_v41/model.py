@@ -73,7 +73,8 @@ class DeepseekV41Model(nn.Module):
     ``expert_weight_format`` and ``expert_exception_rows``: how routed experts are kept (expert_bank.py). ``kernels``: auto,
     torch or numba (kernels/dispatch.py). Calls of at most ``exact_tokens`` tokens per sequence, by default
     dspark_block_size + 1, which decode and verification have, keep rows apart to the bit (rows.py). ``parallel``: the ranks
-    that compute it together, each with its own parts (layout.py); all of them make the same calls.
+    that compute it together, each with its own parts (layout.py); all of them make the same calls. ``weight_dtype``: what
+    linears and routers are kept in; bf16 is half the memory and exact, and what a device's products take; a CPU's take fp32.
     """
 
     rope_plain: Tensor
@@ -90,6 +91,7 @@ class DeepseekV41Model(nn.Module):
         parallel: Parallel = SINGLE,
         expert_exception_rows: int | None = None,
         exact_tokens: int | None = None,
+        weight_dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
         arithmetic = Arithmetic(
@@ -98,6 +100,7 @@ class DeepseekV41Model(nn.Module):
             numerics.quantize_cache,
             ops=operations(kernels),
             exact_tokens=config.dspark_block_size + 1 if exact_tokens is None else exact_tokens,
+            weight_dtype=weight_dtype,
         )
         self.config, self.numerics, self.max_seq_len, self.parallel = config, arithmetic, max_seq_len, parallel
         world = parallel.world

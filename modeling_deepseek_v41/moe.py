@@ -16,14 +16,14 @@ from .topk import top_positions
 
 
 class Router(nn.Module):
-    """The gate of one layer; all of it is fp32."""
+    """The gate of one layer; its logits, scores and weights are fp32."""
 
     def __init__(self, config: ModelConfig, is_drafter: bool, arithmetic: Arithmetic):
         super().__init__()
         experts, self.top_k = config.experts(is_drafter)
         self.normalises = config.norm_topk_prob and self.top_k > 1
         self.factor, self.arithmetic = config.routed_scaling_factor, arithmetic
-        self.weight = frozen(experts, config.hidden_size)
+        self.weight = frozen(experts, config.hidden_size, dtype=arithmetic.weight_dtype)
         self.bias = frozen(experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .errors import RequestError
-from .formats import qdq_fp4_e4m3
 from .kernels.operations import Operations
 
 
@@ -45,10 +44,12 @@ class Arithmetic(Numerics):
 
     ops: the implementation of the operations (kernels/dispatch.py).
     exact_tokens: calls of at most this many tokens per sequence keep rows apart to the bit (rows.py).
+    weight_dtype: what linears and routers hold their weights in, fp32 or bf16. Either holds the stored values exactly.
     """
 
     ops: Operations
     exact_tokens: int
+    weight_dtype: torch.dtype = torch.float32
 
     @property
     def rounds(self) -> bool:
@@ -69,7 +70,7 @@ class Arithmetic(Numerics):
 
     def compressed_kv(self, kv: Tensor) -> Tensor:
         """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""
-        return (qdq_fp4_e4m3(kv) if self.quantize_cache else kv).to(self.dtype)
+        return (self.ops.quantise_compressed(kv) if self.quantize_cache else kv).to(self.dtype)
 
     def index(self, x: Tensor) -> Tensor:
         """Index keys or queries [..., index_head_dim]: fp4 QDQ per 32 with ue8m0 scales, ``dtype``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder of rank files to one rank's model: strict, checked by size and hash, nothing decoded."""
+"""From a folder of rank files to one rank's model: strict, checked by size and hash, only bf16 widened to fp32."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +40,10 @@ def load_rank(model: DeepseekV41Model, folder: Path, made_for: Mapping[str, Any]
             if isinstance(module, EngramTable):
                 fill(module, key, map_bytes(place, parameter.dtype))
             else:
-                reader.read(file, place.start, room(module, key).view(-1).view(torch.uint8))
+                memory = room(module, key)
+                stored_as = torch.empty(memory.shape, dtype=torch.bfloat16) if place.nbytes < memory.nbytes else memory
+                reader.read(file, place.start, stored_as.view(-1).view(torch.uint8))
+                memory.copy_(stored_as)
             update(place.nbytes)
     reader.close()
     if bar is not None:

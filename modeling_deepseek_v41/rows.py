@@ -28,7 +28,9 @@ PREFILL_TILE = 64
 
 
 def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") -> Tensor:
-    """x [B, T, k] fp32 times weight [n, k] fp32, transposed: [B, T, n], rounded to the arithmetic's dtype where ``rounds``."""
+    """x [B, T, k] fp32 times weight [n, k] fp32 or bf16, transposed: [B, T, n] fp32, rounded to the arithmetic's dtype where
+    ``rounds``."""
+    weight = weight.to(x.dtype)
     if x.shape[1] > arithmetic.exact_tokens:
         y = F.linear(x, weight)
     elif weight.shape[0] < FEW_OUTPUTS:
@@ -42,7 +44,8 @@ def linear(x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") ->
 
 
 def grouped(x: Tensor, weight: Tensor, arithmetic: "Arithmetic") -> Tensor:
-    """x [B, T, G, k] times weight [G, n, k], transposed, group by group: [B, T, G, n], rounded."""
+    """x [B, T, G, k] times weight [G, n, k] fp32 or bf16, transposed, group by group: [B, T, G, n], rounded."""
+    weight = weight.to(x.dtype)
 
     def product(rows: Tensor) -> Tensor:
         return torch.bmm(rows.flatten(0, 1).transpose(0, 1), weight.mT).transpose(0, 1).unflatten(0, rows.shape[:2])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a checkpoint to a folder of rank files, each the weights of one rank as its own modules hold them.
 
+Linears are kept in bf16, which holds what is stored exactly; who computes in fp32 widens them while loading.
 The folder loads without the checkpoint: weights/tp{rank}_sharded_checkpoint.safetensors, the names and places of NxD
 Inference, weights/manifest.json, and copies of the checkpoint's configuration and tokenizer files.
 """
@@ -70,6 +71,7 @@ def shard_checkpoint(
         return build_model(
             config, arithmetic, config.max_position_embeddings, expert_weight_format,
             drafter=drafter, parallel=unconnected(layout, rank), expert_exception_rows=expert_exception_rows,
+            weight_dtype=torch.bfloat16,
         )  # fmt: skip
 
     with Checkpoint(folder, config) as checkpoint:

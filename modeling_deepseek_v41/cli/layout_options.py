@@ -5,7 +5,7 @@ import argparse
 from typing import Any
 
 from ..config import ModelConfig
-from ..layout import O_PROJ_REDUCE, Layout, make_layout
+from ..layout import MESHES, O_PROJ_REDUCE, Layout, make_layout
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser, world_size: int | None, words: str) -> Any:
@@ -32,6 +32,13 @@ def add_layout_arguments(parser: argparse.ArgumentParser, world_size: int | None
         default="group",
         help="whether wo_b is split, and added up, within an attention group or over all ranks (default: group)",
     )
+    group.add_argument(
+        "--mesh",
+        choices=MESHES,
+        default="contiguous",
+        help="which ranks are an attention group: neighbours, or what NxD Inference takes on a trn2.48xlarge (default:"
+        " contiguous)",
+    )
     return group
 
 
@@ -49,5 +56,5 @@ def ranks_in_words(layout: Layout) -> str:
 def chosen_layout(args: argparse.Namespace, config: ModelConfig, world_size: int) -> Layout:
     """The division that ``args`` ask for; raises RequestError naming the degree that does not fit."""
     return make_layout(
-        config, world_size, args.attn_tp_degree, args.moe_ep_degree, args.dspark_moe_ep_degree, args.o_proj_reduce
+        config, world_size, args.attn_tp_degree, args.moe_ep_degree, args.dspark_moe_ep_degree, args.o_proj_reduce, args.mesh
     )

@@ -18,7 +18,7 @@ checkpoint's configuration and tokenizer files: it takes the checkpoint's place 
 get the same options of ranks, experts and numerics. A run that was broken off goes on when it is started again.
 
 examples:
-  deepseek-v41 shard --model-path CKPT --out DIR --world-size 64 --expert-weight-format fp8_exact
+  deepseek-v41 shard --model-path CKPT --out DIR --world-size 64 --mesh trn2 --expert-weight-format fp8_exact
   deepseek-v41 shard --model-path CKPT --out DIR --world-size 1
   deepseek-v41 generate --model-path DIR --prompt "Once upon a time"
 """

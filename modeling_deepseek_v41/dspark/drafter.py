@@ -14,7 +14,6 @@ from ..attention import Rotary, Selection
 from ..config import ModelConfig
 from ..errors import RequestError
 from ..expert_bank import ExpertStorage
-from ..hyper_connections import weighted_sum
 from ..numerics import Arithmetic
 from ..parallel import SINGLE, Parallel
 from ..sampling import draw, greedy
@@ -111,7 +110,7 @@ class Drafter(nn.Module):
         call = state.call._replace(rank=rank)
         for stage in self.stages:
             x, pre_mix, selection = stage(x, pre_mix, rotary, call, state, selection)
-        return weighted_sum(x, pre_mix, self.numerics)
+        return self.numerics.ops.weighted_sum(x, pre_mix, self.numerics)
 
     def _rotary_rows(self, positions: Tensor) -> Tensor:
         """Rotary rows [B, T, 2, R] at ``positions`` [B, T]; those behind the table's end belong to no real token."""

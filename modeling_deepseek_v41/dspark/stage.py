@@ -10,7 +10,6 @@ from ..linear import Embedding, Linear, RMSNorm
 from ..model import Block
 from ..numerics import Arithmetic
 from ..parallel import ColumnParallelLinear, Group, Parallel
-from ..rows import by_rows
 from ..state import Call, State
 
 
@@ -46,17 +45,11 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
         super().__init__()
-        self.arithmetic = arithmetic
         self.proj = Linear(config.hidden_size + config.dspark_markov_rank, 1, arithmetic, rounds=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, d + rank] to [B, T, 1] fp32. Not ``proj`` itself: a matrix with one row is another routine in a matrix
-        library, whose sums depend on a row's place."""
-
-        def product(rows: Tensor) -> Tensor:
-            return (rows * self.proj.weight).sum(-1, keepdim=True)
-
-        return by_rows(product, self.arithmetic.exact_tokens, x)
+        """x [B, T, d + rank] to [B, T, 1] fp32."""
+        return self.proj(x)
 
 
 class Stage(Block):

@@ -74,8 +74,16 @@ class Engram(nn.Module):
 
     def forward(self, x: Tensor, kv: Tensor) -> Tensor:
         """Streams x [B, T, hc, d] fp32 and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""
-        key, value = kv[..., :-1, :], kv[..., -1:, :]
-        dot = (x * (self.q_weight * self.k_weight) * key).sum(-1, keepdim=True)
-        dot = dot * rms_scale(x, self.eps) * rms_scale(key, self.eps) * x.shape[-1] ** -0.5
-        gate = sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
-        return self.arithmetic.round(torch.addcmul(x, gate, value))
+        key, value, weight = kv[..., :-1, :], kv[..., -1:, :], self.q_weight * self.k_weight
+        return self.arithmetic.ops.engram_gate(x, key, value, weight, self.eps, self.arithmetic)
+
+
+def engram_gate(x: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
+    """x + gate * value, rounded; gate = sigmoid of the signed root of x . (weight * key), both normalised, times d^-1/2.
+
+    x and key [B, T, hc, d], value [B, T, 1, d], weight [hc, d], all fp32, to [B, T, hc, d] fp32.
+    """
+    dot = (x * weight * key).sum(-1, keepdim=True)
+    dot = dot * rms_scale(x, eps) * rms_scale(key, eps) * x.shape[-1] ** -0.5
+    gate = sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
+    return arithmetic.round(torch.addcmul(x, gate, value))

@@ -1,33 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation of an operation runs: the only place that knows more than one."""
 
+import dataclasses
 import functools
 import importlib.util
 
-from .. import attention, experts, formats, hyper_connections, indexer, linear, moe, rope, rows, topk
+from torch import nn
+
+from .. import attention, compressor, experts, formats, hyper_connections, indexer, linear, moe, rope, rows, topk
+from ..engram import layer as engram
 from ..errors import RequestError
 from .operations import Operations
 
+
+def as_loaded(model: nn.Module) -> None:
+    """Puts the weights of ``model``, filled, into the layout that the operations read. Once, when all are loaded; here as they
+    are. Afterwards the model serves these operations alone and cannot be loaded or written again."""
+
+
 TORCH = Operations(
     name="torch",
+    index_rows=1,
+    lay_out=as_loaded,
     linear=rows.linear,
     grouped=rows.grouped,
     attend=attention.attend,
     attend_block=attention.attend_block,
     index_scores=indexer.index_scores,
     top_ascending=topk.top_ascending,
+    candidate_blocks=indexer.candidate_blocks,
     quantise=linear.quantise,
     quantise_index=formats.qdq_fp4_ue8m0,
+    quantise_compressed=formats.qdq_fp4_e4m3,
     normalise=linear.rms_norm,
     rotate=rope.rotate,
     mixes=hyper_connections.mixes,
     collapse=hyper_connections.collapse,
+    weighted_sum=hyper_connections.weighted_sum,
     expand=hyper_connections.expand,
+    compress_pool=compressor.compress_pool,
+    engram_gate=engram.engram_gate,
     route=moe.route,
     swiglu=experts.swiglu,
     expert_rows=experts.expert_rows,
     expert_by_expert=experts.expert_by_expert,
-    traced_experts=experts.every_expert,
+    every_expert=experts.every_expert,
 )
 """The reference: PyTorch on any device."""
 
@@ -72,7 +89,8 @@ def _known(name: str) -> Operations:
 def _numba() -> Operations:
     from . import rowwise_ops as ops
 
-    return Operations(
+    return dataclasses.replace(
+        TORCH,
         name="numba",
         linear=ops.linear,
         grouped=ops.grouped,
@@ -90,6 +108,4 @@ def _numba() -> Operations:
         route=ops.route,
         swiglu=ops.swiglu,
         expert_rows=ops.expert_rows,
-        expert_by_expert=experts.expert_by_expert,
-        traced_experts=experts.every_expert,
     )

@@ -7,24 +7,34 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """One implementation of each. A field's contract is the docstring of its PyTorch function, which dispatch.py names."""
+    """One implementation of each. A field's contract is the docstring of its PyTorch function, which dispatch.py names.
+
+    index_rows: how many rows of decode share a call of index_scores and of top_ascending without a change of their bits.
+    """
 
     name: str
+    index_rows: int
+    lay_out: Callable
     linear: Callable
     grouped: Callable
     attend: Callable
     attend_block: Callable
     index_scores: Callable
     top_ascending: Callable
+    candidate_blocks: Callable
     quantise: Callable
     quantise_index: Callable
+    quantise_compressed: Callable
     normalise: Callable
     rotate: Callable
     mixes: Callable
     collapse: Callable
+    weighted_sum: Callable
     expand: Callable
+    compress_pool: Callable
+    engram_gate: Callable
     route: Callable
     swiglu: Callable
     expert_rows: Callable
     expert_by_expert: Callable
-    traced_experts: Callable
+    every_expert: Callable

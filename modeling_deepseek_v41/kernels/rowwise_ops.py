@@ -145,7 +145,7 @@ def grouped(x: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
     if x.shape[1] > arithmetic.exact_tokens:
         return rows.grouped(x, weight, arithmetic)
     out = torch.empty(*x.shape[:3], weight.shape[1])
-    matrix_rows.grouped(weight.numel(), _rows(x, 2), weight.numpy(), arithmetic.rounds, _rows(out, 2))
+    matrix_rows.grouped(weight.numel(), _rows(x, 2), _stored(weight), arithmetic.rounds, _rows(out, 2))
     return out
 
 

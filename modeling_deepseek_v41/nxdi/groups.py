@@ -25,7 +25,7 @@ def run_layout(config: ModelConfig, run: DeepseekV41NeuronConfig) -> Layout:
     world = run.tp_degree
     attention = run.attn_tp_degree or math.gcd(world, config.o_groups)
     by_id = None if run.moe_tp_degree == run.moe_ep_degree == 1 else run.moe_ep_degree
-    mesh = get_tp_cp_group_mesh(world, world // attention, run.switch_cc) if world % attention == 0 else None
+    mesh = get_tp_cp_group_mesh(world, world // attention, run.switch_cc) if world % attention == 0 else "contiguous"
     return make_layout(config, world, attention, by_id, run.dspark_moe_ep_degree, run.o_proj_reduce, mesh)
 
 

@@ -39,7 +39,9 @@ class NeuronDeepseekV41Model(NeuronBaseModel):
         run, model = config.neuron_config, config.to_model_config()
         parallel = run_parallel(run_layout(model, run))
         kept, room = run.expert_storage
-        self.backbone = DeepseekV41Model(model, run.numerics, run.seq_len, kept, run.kernels, parallel, room)
+        self.backbone = DeepseekV41Model(
+            model, run.numerics, run.seq_len, kept, run.kernels, parallel, room, weight_dtype=torch.bfloat16
+        )
         if run.enable_fused_speculation:
             drafter = Drafter(model, self.backbone.numerics, kept, parallel, room)
             drafter.rope_plain = self.backbone.rope_plain

@@ -43,7 +43,7 @@ class RankWeights:
         model = load_model(
             self.folder, run.numerics_name, run.seq_len, run.expert_weight_format, "torch", progress=False,
             drafter=run.enable_fused_speculation, parallel=unconnected(self.layout, rank),
-            expert_exception_rows=run.expert_exception_rows,
+            expert_exception_rows=run.expert_exception_rows, weight_dtype=torch.bfloat16,
         )  # fmt: skip
         weights = {f"{self._top}backbone.{name}": tensor.detach() for name, tensor in model.named_parameters()}
         return weights | self._tables(rank)

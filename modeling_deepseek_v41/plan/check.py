@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..buckets import PREFILL_BUCKETS, prefill_buckets
-from ..checkpoint.spec import expected_tensors
 from ..config import ModelConfig
 from ..dspark.drafter import Drafter
 from ..dspark.step import read_prompt, speculative_step
@@ -23,7 +22,7 @@ from ..state import allocate
 from .accounting import Accounting, account
 from .costs import Costs, Trace, TracedGroup
 from .predict import MEMORY_BYTES, RESERVED_BYTES, Prediction, predict
-from .storage import DRAFTER_EXPERTS, parameter_bytes, parameter_group, state_group
+from .storage import DRAFTER_EXPERTS, parameter_group, state_group
 
 PROMPT, PLAIN, DSPARK = "context encoding", "plain decode step", "DSpark step"
 """The stages of a run."""
@@ -42,6 +41,7 @@ class Settings:
     moe_ep_degree: int | None = None
     dspark_moe_ep_degree: int | None = None
     o_proj_reduce: str = "group"
+    mesh: str = "contiguous"
     seq_len: int = 8192
     batch: int = 1
     buckets: Sequence[int] = PREFILL_BUCKETS
@@ -127,7 +127,7 @@ def _on_paper(config: ModelConfig, settings: Settings) -> tuple[Layout, Deepseek
     _check(config, settings)
     layout = make_layout(
         config, settings.world_size, settings.attn_tp_degree, settings.moe_ep_degree, settings.dspark_moe_ep_degree,
-        settings.o_proj_reduce,
+        settings.o_proj_reduce, settings.mesh,
     )  # fmt: skip
     trace = Trace()
     model = _model(config, settings, layout, trace)
@@ -150,7 +150,10 @@ def _model(config: ModelConfig, settings: Settings, layout: Layout, trace: Trace
     parallel = Parallel(layout, 0, TracedGroup("world", world, trace), TracedGroup("attention", attention, trace))
     kept = settings.expert_weight_format
     with torch.device("meta"):
-        model = DeepseekV41Model(config, numerics_by_name("release"), settings.seq_len, kept, "torch", parallel, exact_tokens=0)
+        model = DeepseekV41Model(
+            config, numerics_by_name("release"), settings.seq_len, kept, "torch", parallel, exact_tokens=0,
+            weight_dtype=torch.bfloat16,
+        )  # fmt: skip
         if config.num_nextn_predict_layers:
             drafter = Drafter(config, model.numerics, kept, parallel)
             drafter.rope_plain = model.rope_plain
@@ -160,16 +163,14 @@ def _model(config: ModelConfig, settings: Settings, layout: Layout, trace: Trace
 
 def _keep(model: DeepseekV41Model, settings: Settings, trace: Trace) -> list[Tensor]:
     """Declares weights, tables and state to ``trace``; returns the state."""
-    stored = expected_tensors(model.config)
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("drafter.")
-        trace.keep(parameter, parameter_group(name), parameter_bytes(name, parameter, stored))
+        trace.keep(parameter, parameter_group(name.removeprefix("drafter.")))
     for _, table in model.named_buffers():
-        trace.keep(table, "rotary and token tables", table.nbytes)
+        trace.keep(table, "rotary and token tables")
     spec = model.state_spec(settings.batch)
     state = allocate(spec, "meta")
     for entry, tensor in zip(spec, state, strict=True):
-        trace.keep(tensor, state_group(entry.name), tensor.nbytes)
+        trace.keep(tensor, state_group(entry.name))
     return state
 
 

@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """A tensor that stays in device memory between calls: its group in the tables, its elements and its bytes there."""
+    """A tensor that stays in device memory between calls: its group in the tables, its elements and its bytes."""
 
     group: str
     numel: int
@@ -167,9 +167,9 @@ class Trace(TorchDispatchMode):
         self.costs = Costs()
         self._resident: dict[int, Resident] = {}
 
-    def keep(self, tensor: Tensor, group: str, nbytes: int) -> None:
-        """Declares ``tensor`` to be in device memory, where it takes ``nbytes``, and counted under ``group``."""
-        self._resident[tensor.untyped_storage()._cdata] = Resident(group, tensor.numel(), nbytes)
+    def keep(self, tensor: Tensor, group: str) -> None:
+        """Declares ``tensor`` to be in device memory and counted under ``group``."""
+        self._resident[tensor.untyped_storage()._cdata] = Resident(group, tensor.numel(), tensor.nbytes)
 
     @property
     def resident(self) -> list[Resident]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that run kernels, in the emulator, against the PyTorch ones; and a model whose kernels run in it."""
+"""The operations that run kernels, in the emulator, against the PyTorch ones."""
 
 import dataclasses
 import subprocess
@@ -9,41 +9,20 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from comparing import DTYPES, arithmetic, normal
+from comparing import DTYPES, normal
 from nki_emulator import real_nki
+from paired import close, pair
 from torch import Tensor
 
-from modeling_deepseek_v41.errors import CheckpointError, RequestError
-from modeling_deepseek_v41.expert_bank import ExpertBank, ExpertStorage
-from modeling_deepseek_v41.experts import local_experts
-from modeling_deepseek_v41.kernels import nki_ops
-from modeling_deepseek_v41.kernels.dispatch import TORCH, operations, register
+from modeling_deepseek_v41.errors import RequestError
+from modeling_deepseek_v41.kernels import nki_attention_ops, nki_launch
+from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
 from modeling_deepseek_v41.kernels.nki import sparse_attention, split
-from modeling_deepseek_v41.loading import load_model
-from modeling_deepseek_v41.numerics import Arithmetic
-from modeling_deepseek_v41.state import State, allocate, make_call
-from modeling_deepseek_v41.verify import MODES, GoldenSet
-from modeling_deepseek_v41.verify.check import check_layer_files
-from modeling_deepseek_v41.verify.compare import relative_error
-from modeling_deepseek_v41.verify.run import teacher_forced
+from modeling_deepseek_v41.kernels.nki_layout import as_linear
+from modeling_deepseek_v41.linear import Linear
+from modeling_deepseek_v41.state import State, make_call
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
-
-
-def pair(dtype: torch.dtype) -> tuple[Arithmetic, Arithmetic]:
-    """The PyTorch operations and the emulated ones."""
-    plain = arithmetic(dtype)
-    return plain, dataclasses.replace(plain, ops=operations(emulated.NAME))
-
-
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within 1e-5 of the largest magnitude, or a bf16 step."""
-    assert found.shape == expected.shape
-    scale = expected.abs().max()
-    step = 1e-5 * scale
-    if dtype != torch.float32:
-        step = torch.ldexp(torch.ones_like(expected), expected.frexp().exponent - 8) + 2.0**-11 * scale
-    assert ((found.float() - expected).abs() <= step).all()
 
 
 def table(batch: int, tokens: int, width: int) -> Tensor:
@@ -108,86 +87,85 @@ def test_mixes(dtype):
 
 @DTYPES
 def test_quantise(dtype):
-    """To the bit; in fp32 numerics, whose values bf16 does not hold, PyTorch's."""
+    """Activations, index keys and compressed KV: to the bit, also in fp32 numerics, whose values bf16 does not hold."""
     plain, kernels = pair(dtype)
     x = normal(2, 7, 96).to(dtype).float()
     emulated.launched.clear()
     assert torch.equal(kernels.ops.quantise(x, kernels), plain.ops.quantise(x, plain))
-    assert bool(emulated.launched) == (dtype == torch.bfloat16)
+    assert torch.equal(kernels.ops.quantise_index(x), plain.ops.quantise_index(x))
+    assert torch.equal(kernels.ops.quantise_compressed(x), plain.ops.quantise_compressed(x))
+    first = "activation_qdq" if dtype == torch.bfloat16 else "group_qdq"
+    assert set(emulated.launched) == {first, "group_qdq", "compressed_qdq"}
 
 
-class Fp4Experts:
-    """A source of random experts: fp4 bytes and scales of a few binades."""
-
-    def __init__(self, d: int, inter: int, binades: int = 3):
-        self.sizes = {"w1": (inter, d), "w3": (inter, d), "w2": (d, inter)}
-        self.draw, self.binades, self.tensors = torch.Generator().manual_seed(0), binades, {}
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            n, k = self.sizes[name.split(".")[-2]]
-            low, high, width = (0, 256, k // 2) if name.endswith("weight") else (120, 120 + self.binades, k // 32)
-            self.tensors[name] = torch.randint(low, high, (n, width), generator=self.draw, dtype=torch.uint8)
-        return self.tensors[name]
-
-
-def bank(source: Fp4Experts, count: int, arithmetic: Arithmetic, storage: str, whole: bool) -> ExpertBank:
-    d, inter = source.sizes["w2"]
-    made = ExpertBank(count, d, inter, arithmetic, ExpertStorage(storage), whole)
-    made.load(source, "experts")
-    return made
+@DTYPES
+@pytest.mark.parametrize(("k", "n"), [(96, 40), (160, 7), (64, 1)])
+def test_linear_and_grouped(k, n, dtype):
+    """Even and odd numbers of outputs: two cores and one. Sums are exact in any order."""
+    plain, kernels = pair(dtype)
+    layer, groups = Linear(k, n, kernels), 3
+    layer.weight.data = (normal(n, k, seed=1) * 4).round() / 16
+    x, shared = (normal(2, 5, groups, k) * 8).round(), (normal(groups, n, k, seed=2) * 4).round() / 16
+    expected = plain.ops.linear(x[:, :, 0], layer.weight, True, plain)
+    kernels.ops.lay_out(layer)
+    assert torch.equal(kernels.ops.linear(x[:, :, 0], layer.weight, True, kernels), expected)
+    packed = torch.stack([as_linear(weight.to(dtype)) for weight in shared])
+    assert torch.equal(kernels.ops.grouped(x, packed, kernels), plain.ops.grouped(x, shared, plain))
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole on one core", "shares on two"])
-@pytest.mark.parametrize("tokens", [1, 6, 130], ids=["decode", "verification", "prefill"])
-def test_experts(tokens, whole):
-    """Chosen ones, another rank's (number 5) and the shared one, as the decoded weights give them.
+@DTYPES
+def test_rows(dtype):
+    """Norm, rotary embedding, both collapses, expansion, pooling, the engram's gate and SwiGLU of two short sequences."""
+    plain, kernels = pair(dtype)
 
-    x has few bits, so that products are exact in any order.
-    """
-    plain, kernels = pair(torch.bfloat16)
-    source = Fp4Experts(128, 96)
-    x = torch.randint(-8, 9, (2, tokens, 128), generator=source.draw) * 2.0**-4
-    ids = torch.rand(2, tokens, 6, generator=source.draw).argsort(-1)[..., :3]
-    routing = torch.rand(2, tokens, 3, generator=source.draw)
-    shared = bank(source, 1, plain, "bf16", True)
-    expected = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, plain, "bf16", whole), shared, 2.0)
-    emulated.launched.clear()
-    found = local_experts(x, ids.clamp_max(5), routing, bank(source, 5, kernels, "fp8_exact", whole), shared, 2.0)
-    assert emulated.launched["active_experts"] == -(-2 * tokens // 128)
-    close(found, expected, torch.float32)
-    close(local_experts(x, ids, routing, bank(source, 5, kernels, "fp4_bytes", whole), shared, 2.0), expected, torch.float32)
+    def check(name: str, *arguments: object, **options: object) -> None:
+        found, expected = (getattr(a.ops, name)(*arguments, a, **options) for a in (kernels, plain))
+        close(found, expected, dtype)
+
+    streams, y = normal(2, 5, 4, 96).to(dtype).float(), normal(2, 5, 96, seed=1).to(dtype).float()
+    pre, comb, weight = normal(2, 5, 4, seed=2), normal(2, 5, 4, 4, seed=3), normal(96, seed=4)
+    check("normalise", y, weight, 1e-20)
+    for x in (y, streams):
+        check("rotate", x, table(2, 5, 32))
+        check("rotate", x, table(2, 5, 32), back=True)
+    check("collapse", streams, pre, weight, 1e-20)
+    check("weighted_sum", streams, pre)
+    check("expand", y, streams, pre, comb)
+    check("compress_pool", normal(2, 3, 4, 96), normal(2, 3, 4, 96, seed=5), weight, 1e-20)
+    key = normal(2, 5, 4, 96, seed=6).to(dtype).float()
+    check("engram_gate", streams, key, y.unsqueeze(2), normal(4, 96, seed=7), 1e-20)
+    raw = dataclasses.replace(plain, quantize_activations=False), dataclasses.replace(kernels, quantize_activations=False)
+    gate_up = normal(6, 192).to(dtype).float() * 4
+    for routing in (None, normal(6, seed=8).sigmoid()):
+        expected, found = (a.ops.swiglu(gate_up, routing, 2.0, a) for a in raw)
+        close(found, expected, dtype)
 
 
-def test_what_the_experts_kernel_cannot_read():
-    """fp32 numerics stay with PyTorch; rows that fp8 cannot hold are refused, not dropped."""
+@pytest.mark.parametrize("blocks", [5, 128, 300])
+def test_candidate_blocks(blocks):
+    """To the bit, with ties, rows that see nothing and blocks without a visible score."""
     plain, kernels = pair(torch.float32)
-    source = Fp4Experts(128, 96)
-    x, ids, routing = normal(1, 2, 128), torch.tensor([[[0], [1]]]), torch.ones(1, 2, 1)
-    shared = bank(source, 1, plain, "bf16", True)
-    emulated.launched.clear()
-    found = local_experts(x, ids, routing, bank(source, 2, kernels, "fp8_exact", True), shared, 2.0)
-    close(found, local_experts(x, ids, routing, bank(source, 2, plain, "bf16", True), shared, 2.0), torch.float32)
-    assert not emulated.launched
-    _, kernels = pair(torch.bfloat16)
-    wide = ExpertBank(1, 128, 96, kernels, ExpertStorage("fp8_exact", 192), True)
-    wide.load(Fp4Experts(128, 96, binades=15), "experts")
-    with pytest.raises(CheckpointError, match=r"expert w1: \d+ of 96 rows are not fp8_exact; keep it in bf16"):
-        local_experts(x, ids.clamp_max(0), routing, wide, shared, 2.0)
+    seen = torch.tensor([[0], [1], [4 * blocks], [2 * blocks + 3]])
+    best = (normal(4, blocks) * 4).round()
+    best = best.masked_fill(torch.arange(blocks) > (seen - 1) // 4, -torch.inf).masked_fill(seen == 0, -torch.inf)
+    for most in (1, 4, blocks):
+        expected = plain.ops.candidate_blocks(best, seen, 4, most)
+        assert torch.equal(kernels.ops.candidate_blocks(best, seen, 4, most), expected)
+        assert torch.equal(kernels.ops.candidate_blocks(best.bfloat16(), seen, 4, most), expected)
 
 
 def test_constants():
     """Those that the operations repeat, for they need no nki."""
-    assert (nki_ops.PARTITIONS, nki_ops.BANK) == (split.PARTITIONS, split.BANK)
-    assert nki_ops.HIDDEN == sparse_attention.HIDDEN
+    assert (nki_launch.PARTITIONS, nki_launch.BANK) == (split.PARTITIONS, split.BANK)
+    assert nki_attention_ops.HIDDEN == sparse_attention.HIDDEN
 
 
 def test_names():
     """A registered implementation is found by name, and its name is taken."""
-    assert operations(emulated.NAME) is emulated.operations and emulated.operations.linear is TORCH.linear
+    assert operations(emulated.NAME) is emulated.operations and emulated.operations.route is TORCH.route
     with pytest.raises(RequestError, match="'emulator' is taken"):
         emulated.register(emulated.operations)
-    with pytest.raises(RequestError, match="nki, emulator, found 'emulated'"):
+    with pytest.raises(RequestError, match=r"nki, emulator.*, found 'emulated'"):
         operations("emulated")
 
 
@@ -197,86 +175,3 @@ def test_nki_without_nki_is_an_error():
     words = "from modeling_deepseek_v41.kernels.dispatch import operations; operations('nki')"
     result = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300)
     assert result.returncode == 1 and "RequestError: kernels: nki is not installed" in result.stderr
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_tiny_model():
-    """A prefill of 142 tokens and 8 decode steps of the golden checkpoint give the logits of the PyTorch path, in fp32.
-
-    The experts and the activation QDQ, whose kernels work on bf16, are PyTorch's here; the next test has them.
-    142 tokens are more than one kernel call, and more groups than a query selects.
-    """
-    models = [load_model(TINY / "ckpt", "fp32", kernels=name, progress=False) for name in ("torch", emulated.NAME)]
-    ids = torch.randint(models[0].config.vocab_size, (1, 150), generator=torch.Generator().manual_seed(0))
-    states = [allocate(model.state_spec(1)) for model in models]
-    emulated.launched.clear()
-    for first, last in [(0, 142), *((at, at + 1) for at in range(142, 150))]:
-        rows = (torch.tensor([first]), torch.tensor([last - first]), torch.tensor([0]), torch.zeros(1, dtype=torch.int64))
-        logits = []
-        for model, state in zip(models, states, strict=True):
-            hidden, *_ = model(ids[:, first:last], *rows, *state, read_len=model.max_seq_len)
-            logits.append(model.logits(hidden))
-        error = (logits[1] - logits[0]).abs().amax(-1) / logits[0].abs().amax(-1)
-        assert error.max() <= 1e-5, f"positions {first} to {last}: {error.max():.3g}"
-    assert set(emulated.launched) == {"sparse_attention", "index_scores", "top_k", "mixes"}
-
-
-@pytest.mark.slow
-def test_tiny_model_in_release_numerics():
-    """A prefill of 17 tokens and 8 decode steps, teacher-forced.
-
-    With kernels for the experts and the activation QDQ alone, the logits are those of the PyTorch path. With every kernel,
-    whose exp in the mixes and the attention may differ in the last bit, the greedy ids are the golden's, wherever the
-    golden's margin is above the reference's own noise.
-    """
-    every = operations(emulated.NAME)
-    fields = "expert_rows", "expert_by_expert", "quantise"
-    some = dataclasses.replace(TORCH, name="emulated experts", **{field: getattr(every, field) for field in fields})
-    register(some)
-    logits = []
-    for name, storage in (("torch", "bf16"), (some.name, "fp8_exact"), (emulated.NAME, "fp8_exact")):
-        model = load_model(TINY / "ckpt", "release", expert_weight_format=storage, kernels=name, progress=False)
-        prompt = next(one for one in GoldenSet(TINY).prompts("ref", model.config) if one.length == 17)
-        emulated.launched.clear()
-        logits.append(teacher_forced(model, prompt, rows=9).logits)
-    assert len(emulated.launched) == 6 and emulated.launched["active_experts"] == 9 * model.config.num_hidden_layers
-    assert relative_error(logits[1], logits[0]).max() <= 1e-5
-    clear = (prompt.margin > prompt.noise * prompt.logits.abs().amax(-1))[:, :9]
-    assert clear.sum() > 5 and torch.equal(logits[2].argmax(-1)[clear], prompt.generated[:, :9][clear])
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_activations_of_release_numerics_are_bf16():
-    """What linear.quantise promises its implementations, over a prompt and the drafter's stages."""
-    inexact = []
-
-    def watch(x: Tensor, arithmetic: Arithmetic) -> Tensor:
-        inexact.append(bool((x != x.bfloat16().float()).any()))
-        return TORCH.quantise(x, arithmetic)
-
-    register(dataclasses.replace(TORCH, name="watched", quantise=watch))
-    model = load_model(TINY / "ckpt", "release", kernels="watched", progress=False, drafter=True)
-    check_layer_files(model, GoldenSet(TINY), "ref")
-    assert len(inexact) > 100 and not any(inexact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "storage"), [("f32", "bf16"), ("ref", "fp8_exact")])
-def test_every_layer_on_golden_inputs(mode, storage):
-    """The release's reference layer by layer from its own inputs, the drafter's stages too: the limits of ``verify``.
-
-    ref: at least 99.9 % of the elements of each kind of tensor are bit-equal, 98 % of the drafter's, whose 15 rows are few:
-    one rounding that falls the other way changes a row. f32: within 1e-5.
-    """
-    emulated.launched.clear()
-    model = load_model(
-        TINY / "ckpt", MODES[mode], expert_weight_format=storage, kernels=emulated.NAME, progress=False, drafter=True
-    )
-    (layers,) = check_layer_files(model, GoldenSet(TINY), mode)
-    assert len(layers.kinds) > 20
-    assert ({"active_experts", "activation_qdq"} <= set(emulated.launched)) == (mode == "ref")
-    for kind in layers.kinds:
-        few = mode == "ref" and kind.kind.startswith("drafter")
-        assert kind.ok or (few and kind.equal >= 0.98 * kind.elements), kind

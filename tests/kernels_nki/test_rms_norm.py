@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, alone and behind the collapse, against linear.rms_norm and hyper_connections.collapse."""
+"""RMSNorm and the collapse, alone and together, against linear.rms_norm and hyper_connections."""
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ def test_collapse(rows, dim, hc, dtype, cores):
     found = run(module.collapse, array(x), array(pre), array(weight), EPS, cores=cores).outputs
     expected = hyper_connections.collapse(x.float()[None], pre[None], weight[0], EPS, arithmetic(dtype))[0]
     close(found, expected, dtype)
+    found = run(module.collapse_streams, array(x), array(pre), cores=cores).outputs
+    close(found, hyper_connections.weighted_sum(x.float()[None], pre[None], arithmetic(dtype))[0], dtype)
 
 
 @CORES
@@ -64,13 +66,15 @@ def test_refusals():
     ):
         with pytest.raises(AssertionError, match=text):
             run(kernel, *arguments, EPS)
+    with pytest.raises(AssertionError, match=r"pre \(2, 3\), expected \(2, 4\)"):
+        run(module.collapse_streams, x, pre[:, :3])
 
 
 @NO_TRACE
 def test_cost():
     x, pre, weight = normal(6, 4, 5120).bfloat16(), normal(6, 4), normal(1, 5120)
     for kernel, arguments, extra, critical in (
-        (module.rms_norm, (x[:, 0], weight), {}, 6.3),
+        (module.rms_norm, (x[:, 0], weight), {}, 6.2),
         (module.collapse, (x, pre, weight), {"dma_copy": 1, "scalar_tensor_tensor": 3, "tensor_scalar": 1}, 8.15),
     ):
         trace = run(kernel, *map(array, arguments), EPS, cores=2).trace
@@ -81,6 +85,9 @@ def test_cost():
         assert trace.counts(0) == {name: count + extra.get(name, 0) for name, count in counts.items()}
         assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
         assert trace.peak()["sbuf"] <= 200 * 1024
+    trace = run(module.collapse_streams, array(x[:5]), array(pre[:5]), cores=2).trace
+    assert trace.counts(0) == {"dma_copy": 3, "scalar_tensor_tensor": 3, "tensor_scalar": 1}
+    assert trace.critical_path_us() == pytest.approx(6.8, abs=0.06)
 
 
 def test_lint():

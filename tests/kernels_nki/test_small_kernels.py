@@ -29,8 +29,8 @@ def test_swiglu(columns, limit, rows, dtype, cores):
     gate_up, routing = (normal(rows, 2 * columns) * 8).to(dtype), routing_of(rows)
     plain = arithmetic(torch.float32)
     for given in (routing, None):
-        arguments = (array(gate_up), limit, *(() if given is None else (array(given),)))
-        found = run(swiglu.swiglu, *arguments, cores=cores).outputs
+        arguments = (array(gate_up), *(() if given is None else (array(given),)))
+        found = run(swiglu.swiglu, *arguments, limit=limit, cores=cores).outputs
         expected = experts.swiglu(gate_up.float(), None if given is None else given[:, 0], limit, plain)
         close(found, expected.to(dtype).float(), dtype)
 
@@ -40,7 +40,7 @@ def test_swiglu(columns, limit, rows, dtype, cores):
 def test_swiglu_quantised(rows, cores):
     """The QDQ is that of the kernel's own result, to the bit."""
     gate_up, routing = (normal(rows, 2 * 288) * 8).bfloat16(), routing_of(rows)
-    arguments = (array(gate_up), LIMIT, array(routing))
+    arguments = (array(gate_up), array(routing), LIMIT)
     plain = run(swiglu.swiglu, *arguments, cores=cores).outputs
     found = run(swiglu.swiglu, *arguments, quantize=True, cores=cores).outputs
     assert torch.equal(torch.from_numpy(found.astype("f4")), qdq_fp8(torch.from_numpy(plain.astype("f4"))))
@@ -105,10 +105,10 @@ def test_refusals():
     a = {"x": normal(2, 4, 8), "v": normal(2, 8), "w": normal(4, 8), "one": normal(1, 8)}
     a = {name: array(value) for name, value in a.items()}
     for kernel, arguments, options, text in (
-        (swiglu.swiglu, (a["one"][:, :7], LIMIT), {}, r"gate_up \(1, 7\): two halves"),
-        (swiglu.swiglu, (a["one"], LIMIT, a["v"][:, :1]), {}, r"routing \(2, 1\), expected \(1, 1\)"),
-        (swiglu.swiglu, (a["one"], LIMIT), {"quantize": True}, "4 columns are no multiple of 32"),
-        (swiglu.swiglu, (array(normal(1, 64)), LIMIT), {"quantize": True}, "gate_up is float32"),
+        (swiglu.swiglu, (a["one"][:, :7],), {}, r"gate_up \(1, 7\): two halves"),
+        (swiglu.swiglu, (a["one"], a["v"][:, :1]), {}, r"routing \(2, 1\), expected \(1, 1\)"),
+        (swiglu.swiglu, (a["one"],), {"quantize": True}, "4 columns are no multiple of 32"),
+        (swiglu.swiglu, (array(normal(1, 64)),), {"quantize": True}, "gate_up is float32"),
         (engram_gate.engram_gate, (a["x"], a["x"][:, :3], a["v"], a["w"], EPS), {}, r"key \(2, 3, 8\), expected \(2, 4, 8\)"),
         (engram_gate.engram_gate, (a["x"], a["x"], a["one"], a["w"], EPS), {}, r"value \(1, 8\), expected \(2, 8\)"),
         (engram_gate.engram_gate, (a["x"], a["x"], a["v"], a["one"], EPS), {}, r"weight \(1, 8\), expected \(4, 8\)"),
@@ -144,8 +144,8 @@ def test_cost():
         "activation": 1, "dma_copy": 3, "scalar_tensor_tensor": 3, "tensor_reduce": 1, "tensor_scalar": 8, "tensor_tensor": 1,
     }  # fmt: skip
     for kernel, tensors, options, counts, critical in (
-        (swiglu.swiglu, (gate_up, LIMIT, routing), {"quantize": True}, of_swiglu, 5.7),
-        (engram_gate.engram_gate, (streams, streams, value, weight, EPS), {}, of_gate, 14.0),
+        (swiglu.swiglu, (gate_up, routing, LIMIT), {"quantize": True}, of_swiglu, 5.7),
+        (engram_gate.engram_gate, (streams, streams, value, weight, EPS), {}, of_gate, 14.2),
         (compress_pool.compress_pool, (normal(2, 2, 512), normal(2, 2, 512), normal(1, 512), EPS), {}, of_pool, 6.3),
         (compress_pool.compress_pool, (normal(2, 128, 512), normal(2, 128, 512), normal(1, 512), EPS), {}, of_pool, 41.8),
     ):

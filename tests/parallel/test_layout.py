@@ -52,6 +52,8 @@ def test_defaults_of_the_release(release: ModelConfig) -> None:
 def test_the_mesh_of_trn2(release: ModelConfig) -> None:
     layout = make_layout(release, 64, mesh=TRN2)
     assert TRN2[:2] == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+    assert layout == make_layout(release, 64, mesh="trn2")
+    assert make_layout(release, 32, mesh="trn2") == make_layout(release, 32)
     places = layout.split("attention").places
     assert [places[rank] for rank in TRN2[0]] == list(range(8))
     assert (places[12], layout.group_numbers[12], layout.group_numbers[4]) == (4, 0, 1)
@@ -72,6 +74,7 @@ def test_the_mesh_of_trn2(release: ModelConfig) -> None:
         ({"world_size": 2, "mesh": [[0], [1]]}, "mesh: expected groups of 2 ranks in ascending order"),
         ({"world_size": 2, "mesh": [[1, 0]]}, "mesh: expected groups of 2 ranks in ascending order"),
         ({"world_size": 2, "mesh": [[0, 0]]}, "mesh: expected every rank from 0 to 1 once"),
+        ({"world_size": 2, "mesh": "ring"}, "mesh: expected one of contiguous, trn2, or groups of ranks, found 'ring'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], words: str) -> None:
@@ -89,7 +92,7 @@ def test_what_the_configuration_cannot_be_divided_into() -> None:
 
 
 @pytest.mark.parametrize("o_proj_reduce", ["group", "world"])
-@pytest.mark.parametrize("mesh", [None, TRN2])
+@pytest.mark.parametrize("mesh", ["contiguous", TRN2])
 @pytest.mark.parametrize("by_id", [64, 8])
 def test_every_part_has_as_many_ranks(release: ModelConfig, o_proj_reduce: str, mesh: Any, by_id: int) -> None:
     layout = make_layout(release, 64, moe_ep_degree=by_id, o_proj_reduce=o_proj_reduce, mesh=mesh)

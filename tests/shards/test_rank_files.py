@@ -81,13 +81,16 @@ def test_every_rank_loads_what_the_checkpoint_gives_it(
         found = dict(made.load(rank).named_parameters())
         stored = load_file(tmp_path / "weights" / f"tp{rank}_sharded_checkpoint.safetensors")
         assert list(found) == list(expected) and set(stored) == set(expected)
-        for name, tensor in expected.items():
-            for other in (found[name], stored[name]):
-                assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
-                assert torch.equal(bits(other), bits(tensor)), name
         module = build_model(
-            CONFIG, numerics_by_name(numerics), 64, experts, drafter=True, parallel=unconnected(made.layout, rank)
-        )
+            CONFIG, numerics_by_name(numerics), 64, experts, drafter=True, parallel=unconnected(made.layout, rank),
+            weight_dtype=torch.bfloat16,
+        )  # fmt: skip
+        kept = dict(module.named_parameters())
+        assert kept["layers.0.attn.wq_a.weight"].dtype == kept["layers.0.ffn.gate.weight"].dtype == torch.bfloat16
+        for name, tensor in expected.items():
+            assert torch.equal(bits(found[name]), bits(tensor)) and found[name].dtype == tensor.dtype, name
+            assert stored[name].dtype == kept[name].dtype, name
+            assert torch.equal(bits(stored[name].to(tensor.dtype)), bits(tensor)), name
         module.load_state_dict(stored, strict=True, assign=True)
 
 

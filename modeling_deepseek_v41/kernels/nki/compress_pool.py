@@ -5,7 +5,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .fold import folded, folds, load, rows_at_a_time
+from .fold import folded, load, rows_at_a_time, sum_folds
 from .rms_norm import normalise
 from .split import core_share, tiles
 
@@ -47,7 +47,7 @@ def compress_pool(kv: nl.NkiTensor, score: nl.NkiTensor, weight: nl.NkiTensor, e
     unit = COLUMNS if dim % COLUMNS == 0 else 1
     for start, count in tiles(mine, rows_at_a_time(dim, ratio, MOST_VALUES, unit)):
         start += first
-        end, parts = start + count, folds(count, dim, unit)
+        end, parts = start + count, sum_folds(count, dim, unit)
         pooled_sb = nl.ndarray((parts * count, dim // parts), out.dtype, buffer=nl.sbuf)
         pool(pooled_sb, load(kv[start:end], parts), load(score[start:end], parts))
         normalise(folded(out[start:end], parts), pooled_sb, weight, parts, eps)

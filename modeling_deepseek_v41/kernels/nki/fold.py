@@ -6,6 +6,9 @@ import nki.language as nl
 
 from .split import PARTITIONS
 
+DECODE_ROWS = 4
+"""Rows of a core in decode and verification."""
+
 
 def folds(rows: int, dim: int, unit: int = 1) -> int:
     """J, the most parts of rows of ``dim`` columns, whole ``unit`` columns each, that together have 128 partitions."""
@@ -16,12 +19,20 @@ def folds(rows: int, dim: int, unit: int = 1) -> int:
     return 1
 
 
+def sum_folds(rows: int, dim: int, unit: int = 1) -> int:
+    """``folds`` of rows that are summed over their columns: the same for up to DECODE_ROWS rows.
+
+    So the order of a sum in decode depends neither on how many rows run beside it nor on which core it is.
+    """
+    return folds(max(rows, DECODE_ROWS), dim, unit)
+
+
 def rows_at_a_time(dim: int, streams: int, most: int, unit: int = 1) -> int:
     """The most rows, 128 or a half of that and so on, of which a part has at most ``most`` values in all ``streams``."""
     rows = PARTITIONS
-    while streams * dim > most * folds(rows, dim, unit) and rows > 1:
+    while streams * dim > most * sum_folds(rows, dim, unit) and rows > 1:
         rows //= 2
-    assert streams * dim <= most * folds(rows, dim, unit), (
+    assert streams * dim <= most * sum_folds(rows, dim, unit), (
         f"{streams} streams of {dim} columns: more than {most} values of a part"
     )
     return rows

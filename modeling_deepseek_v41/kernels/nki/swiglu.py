@@ -14,7 +14,9 @@ CHUNK = 2048
 
 
 @nki.jit
-def swiglu(gate_up: nl.NkiTensor, limit: float, routing: nl.NkiTensor | None = None, quantize: bool = False) -> nl.NkiTensor:
+def swiglu(
+    gate_up: nl.NkiTensor, routing: nl.NkiTensor | None = None, limit: float = 0.0, quantize: bool = False
+) -> nl.NkiTensor:
     """silu(gate) * up * routing, gate and up the halves of gate_up, rounded to its dtype, through the QDQ where ``quantize``.
 
     Dimensions:

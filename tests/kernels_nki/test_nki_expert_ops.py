@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation over a layer's experts as kernels in the emulator, against PyTorch on the decoded weights."""
+
+import emulated
+import pytest
+import torch
+from paired import close, pair
+from stored_experts import StoredExperts
+from stored_experts import bank as stored_bank
+from torch import Tensor
+
+from modeling_deepseek_v41.errors import RequestError
+from modeling_deepseek_v41.expert_bank import ExpertBank
+from modeling_deepseek_v41.experts import local_experts
+from modeling_deepseek_v41.numerics import Arithmetic
+
+
+def bank(stored: StoredExperts, a: Arithmetic, storage: str, whole: bool = True) -> ExpertBank:
+    """``stored``, kept as ``storage`` and laid out for the operations of ``a``."""
+    made = stored_bank(a, stored, storage)
+    made.whole = whole
+    a.ops.lay_out(made)
+    return made
+
+
+def tokens_of(experts: int, tokens: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x with few bits, so that products are exact in any order; three experts a row, of these and another rank's; weights."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (2, tokens, d), generator=draw) * 2.0**-4
+    ids = torch.rand(2, tokens, experts + 1, generator=draw).argsort(-1)[..., :3]
+    return x, ids, torch.rand(2, tokens, 3, generator=draw)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole on one core", "shares on two"])
+@pytest.mark.parametrize("tokens", [1, 6, 130], ids=["decode", "verification", "prefill"])
+def test_experts(tokens, whole):
+    """Chosen ones, another rank's (number 5) and the shared one, as the decoded weights give them, in either format."""
+    plain, kernels = pair(torch.bfloat16)
+    stored, always = StoredExperts(5, 128, 96), StoredExperts(1, 128, 96, seed=1)
+    inputs = tokens_of(5, tokens, 128)
+    expected = local_experts(*inputs, bank(stored, plain, "bf16", whole), bank(always, plain, "bf16"), 2.0)
+    for storage, calls in (("fp8_exact", {"active_experts": -(-2 * tokens // 128), "linear": 2, "swiglu": 1}),
+                           ("bf16", {"linear": 12, "swiglu": 6})):  # fmt: skip
+        emulated.launched.clear()
+        found = local_experts(*inputs, bank(stored, kernels, storage, whole), bank(always, kernels, "bf16"), 2.0)
+        assert emulated.launched == calls
+        close(found, expected, torch.float32)
+
+
+def test_experts_in_fp32():
+    """Numerics without rounding run the same kernels on fp32 weights."""
+    plain, kernels = pair(torch.float32)
+    stored, always, inputs = StoredExperts(3, 128, 96), StoredExperts(1, 128, 96, seed=1), tokens_of(3, 4, 128)
+    expected = local_experts(*inputs, bank(stored, plain, "bf16"), bank(always, plain, "bf16"), 2.0)
+    emulated.launched.clear()
+    close(local_experts(*inputs, bank(stored, kernels, "bf16"), bank(always, kernels, "bf16"), 2.0), expected, torch.float32)
+    assert emulated.launched == {"linear": 8, "swiglu": 4}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "shares"])
+def test_experts_with_rows_that_fp8_cannot_hold(whole):
+    """Two of five, for a row of w1 and for rows of w2 and w3, are linears in bf16: no value is lost, the others stay fused."""
+    plain, kernels = pair(torch.bfloat16)
+    wide = {"w1": [(1, 0)], "w2": [(3, 5), (3, 127)], "w3": [(3, 95)]}
+    stored, always, inputs = StoredExperts(5, 128, 96, wide=wide), StoredExperts(1, 128, 96, seed=1), tokens_of(5, 6, 128)
+    expected = local_experts(*inputs, bank(stored, plain, "bf16", whole), bank(always, plain, "bf16"), 2.0)
+    made = bank(stored, kernels, "fp8_exact", whole)
+    assert made.w13_places.tolist() == made.w2_places.tolist() == [1, 3]
+    emulated.launched.clear()
+    close(local_experts(*inputs, made, bank(always, kernels, "bf16"), 2.0), expected, torch.float32)
+    assert emulated.launched == {"active_experts": 1, "linear": 6, "swiglu": 3}
+
+
+@pytest.mark.parametrize(("dtype", "storage"), [(torch.float32, "fp8_exact"), (torch.bfloat16, "fp4_bytes")])
+def test_formats_that_no_kernel_reads(dtype, storage):
+    """Refused at load, with what to choose instead."""
+    with pytest.raises(RequestError, match=rf"the NKI kernels read bf16 and, in release numerics, fp8_exact; found {storage}"):
+        bank(StoredExperts(1, 64, 32), pair(dtype)[1], storage)
