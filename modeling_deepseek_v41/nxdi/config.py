@@ -87,6 +87,11 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
                 " or 1 x 1, which is the default split",
             ),
             (
+                self.kernels == "nki" and self.save_sharded_checkpoint,
+                "save_sharded_checkpoint: kernels nki lay weights out when they are loaded; leave it out, and give files that"
+                " deepseek-v41 shard --mesh trn2 made as the model's path where loading the checkpoint takes too long",
+            ),
+            (
                 self.world_size != self.tp_degree,
                 f"world_size: found {self.world_size}, expected tp_degree {self.tp_degree}: one model over all ranks",
             ),

@@ -14,7 +14,7 @@ from .graph_sampling import draw
 from .groups import run_layout, run_parallel
 from .rows import GraphCall, graph_call, last_row, prompt_read_length
 from .state_manager import StateManager
-from .weights import tables_as_weights
+from .weights import lay_out_blank, tables_as_weights
 
 DRAFTER_STATE = "mtp."
 """The beginning of the names of the drafter's state."""
@@ -46,6 +46,8 @@ class NeuronDeepseekV41Model(NeuronBaseModel):
             drafter = Drafter(model, self.backbone.numerics, kept, parallel, room)
             drafter.rope_plain = self.backbone.rope_plain
             self.backbone.add_drafter(drafter)
+        if run.kernels != "torch":
+            lay_out_blank(self.backbone)
         tables_as_weights(self.backbone)
 
     def init_inference_optimization(self, config: DeepseekV41InferenceConfig) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..config import load_config
 from ..errors import CheckpointError, RequestError
 from ..loading import load_model, tables
+from ..model import DeepseekV41Model
 from ..parallel import unconnected
 from ..shard_manifest import MANIFEST, WEIGHTS, check_size, is_sharded, made_for, rank_file_name, read_manifest
 from ..sharding import shard_checkpoint
@@ -29,6 +30,16 @@ def tables_as_weights(module: nn.Module) -> None:
                 part.register_parameter(name, nn.Parameter(table.clone(), requires_grad=False))
 
 
+def lay_out_blank(model: DeepseekV41Model) -> None:
+    """Gives the weights of a model that is not loaded the shapes and order that its kernels read (kernels/dispatch.py).
+
+    They are those of a rank on which every row of an expert fits fp8: all ranks share one graph and so its shapes.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(-1 if name.endswith("_places") else 0)
+    model.numerics.ops.lay_out(model)
+
+
 class RankWeights:
     """The tensors of every rank's module in a run on the checkpoint, or the rank files (sharding.py), in ``folder``."""
 
@@ -41,10 +52,12 @@ class RankWeights:
         """The tensors of ``rank``, under its module's names, read strictly."""
         run = self.run
         model = load_model(
-            self.folder, run.numerics_name, run.seq_len, run.expert_weight_format, "torch", progress=False,
+            self.folder, run.numerics_name, run.seq_len, run.expert_weight_format, run.kernels, progress=False,
             drafter=run.enable_fused_speculation, parallel=unconnected(self.layout, rank),
             expert_exception_rows=run.expert_exception_rows, weight_dtype=torch.bfloat16,
         )  # fmt: skip
+        if run.kernels != "torch":
+            check_places(model, rank)
         weights = {f"{self._top}backbone.{name}": tensor.detach() for name, tensor in model.named_parameters()}
         return weights | self._tables(rank)
 
@@ -81,6 +94,16 @@ class RankWeights:
         if self.run.enable_fused_speculation:
             found[f"{self._top}backbone.drafter.rope_plain"] = made["rope_plain"].clone()
         return found | {f"{self._top}rank_util.rank": torch.tensor([rank], dtype=torch.int32)}
+
+
+def check_places(model: nn.Module, rank: int) -> None:
+    """Raises CheckpointError where a laid out ``model`` has experts whose rows do not all fit fp8."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("_places") and parameter.numel():
+            raise CheckpointError(
+                f"{name.removesuffix('_places')}: {parameter.numel()} experts of rank {rank} have rows that fp8 cannot hold, so"
+                " their weights have other shapes than another rank's, and one graph serves all ranks; choose kernels torch"
+            )
 
 
 def load_strictly(module: nn.Module, state: Mapping[str, Tensor]) -> None:

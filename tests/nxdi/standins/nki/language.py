@@ -8,3 +8,7 @@ __getattr__ = _absent.getattr_of(__name__)
 
 class NKIObject:
     """What kernels derive classes of their own from."""
+
+
+class NkiTensor:
+    """In annotations."""
