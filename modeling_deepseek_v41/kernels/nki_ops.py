@@ -55,6 +55,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         quantise_compressed=linears.quantise_compressed,
         normalise=rows.normalise,
         rotate=rows.rotate,
+        rotate_and_quantise=rows.rotate_and_quantise,
         mixes=rows.mixes,
         collapse=rows.collapse,
         weighted_sum=rows.weighted_sum,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..rope import rotate_and_quantise
 from .nki_launch import PARTITIONS, Launch
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ class RowKernels:
         """rope.rotate: one kernel call."""
         heads = x if x.dim() == 4 else x.unsqueeze(2)
         return self._launch(self._rotate, _rows(heads, 2, arithmetic), table.flatten(0, 1), back=back).float().view(x.shape)
+
+    def rotate_and_quantise(self, x: Tensor, table: Tensor, arithmetic: "Arithmetic") -> Tensor:
+        """rope.rotate_and_quantise: one kernel call for values that bf16 holds, two for others."""
+        if not arithmetic.rounds:
+            return rotate_and_quantise(x, table, arithmetic)
+        rows = _rows(x.unsqueeze(2), 2, arithmetic)
+        return self._launch(self._rotate, rows, table.flatten(0, 1), quantize=True).float().view(x.shape)
 
     def mixes(
         self, raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float,

@@ -128,6 +128,7 @@ def test_rows(dtype):
     for x in (y, streams):
         check("rotate", x, table(2, 5, 32))
         check("rotate", x, table(2, 5, 32), back=True)
+    check("rotate_and_quantise", y, table(2, 5, 32))
     check("collapse", streams, pre, weight, 1e-20)
     check("weighted_sum", streams, pre)
     check("expand", y, streams, pre, comb)
