@@ -84,15 +84,16 @@ def sparse_attention(
     started: list = []
     own: list = []
     before: list = []
+    end = 0
     for g in range(len(groups) + 1):
+        while topk_idxs is not None and len(own) < min(end + AHEAD, count):
+            at = first + len(own)
+            if len(own) % INDICES == 0:
+                index_sb = _indices(topk_idxs[at : at + min(INDICES, count - len(own))], gathers)
+            own.append(gather(far, index_sb[:, len(own) % INDICES, :]))
         if g < len(groups):
             start, members = groups[g]
-            part = slice(first + start, first + start + members)
-            while topk_idxs is not None and len(own) < min(start + members + AHEAD, count):
-                at = first + len(own)
-                if len(own) % INDICES == 0:
-                    index_sb = _indices(topk_idxs[at : at + min(INDICES, count - len(own))], gathers)
-                own.append(gather(far, index_sb[:, len(own) % INDICES, :]))
+            end, part = start + members, slice(first + start, first + start + members)
             own_bias = None if topk_idxs is None else _hidden(topk_idxs[part], gathers, q.dtype)
             if g == 0:
                 near_t_sb = columns(near_tiles, dim, min(dim, PARTITIONS))
