@@ -33,8 +33,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
     """The operations ``name``: ``launch`` runs the kernels. Raises ImportError without nki.
 
     Each keeps the contract of its PyTorch function. index_scores returns the same values in the arithmetic's dtype, for
-    the search of top_ascending in bf16 takes half the steps. ``route`` alone is PyTorch: a few comparisons over one row of
-    scores, which wait for the linear before them and for nothing else.
+    the search of top_ascending in bf16 takes half the steps.
     """
     rows, linears = RowKernels(launch), LinearKernels(launch)
     attention, experts = AttentionKernels(launch, rows.rotate), ExpertKernels(launch, linears, rows)
@@ -62,6 +61,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         expand=rows.expand,
         compress_pool=rows.compress_pool,
         engram_gate=rows.engram_gate,
+        route=rows.route,
         swiglu=rows.swiglu,
         expert_rows=experts.experts,
         expert_by_expert=experts.experts,

@@ -142,6 +142,17 @@ def test_rows(dtype):
         close(found, expected, dtype)
 
 
+def test_route():
+    """Ids to the bit, also of equal scores; weights within 1e-5."""
+    plain, kernels = pair(torch.float32)
+    logits, bias = (normal(2, 5, 48) * 4).round() / 4, (normal(48, seed=1) * 2).round() / 64
+    for arguments in ((logits, bias, 3, True, 1.5), (logits, bias * 0, 8, False, 1.0)):
+        ids, weights = kernels.ops.route(*arguments, kernels)
+        expected, shares = plain.ops.route(*arguments, plain)
+        assert torch.equal(ids, expected) and ids.dtype == torch.int64
+        close(weights, shares, torch.float32)
+
+
 @pytest.mark.parametrize("blocks", [5, 128, 300])
 def test_candidate_blocks(blocks):
     """To the bit, with ties, rows that see nothing and blocks without a visible score."""
@@ -163,7 +174,7 @@ def test_constants():
 
 def test_names():
     """A registered implementation is found by name, and its name is taken."""
-    assert operations(emulated.NAME) is emulated.operations and emulated.operations.route is TORCH.route
+    assert operations(emulated.NAME) is emulated.operations and emulated.operations.linear is not TORCH.linear
     with pytest.raises(RequestError, match="'emulator' is taken"):
         emulated.register(emulated.operations)
     with pytest.raises(RequestError, match=r"nki, emulator.*, found 'emulated'"):
