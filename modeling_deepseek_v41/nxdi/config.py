@@ -21,6 +21,8 @@ NUMERICS = {torch.float32: "fp32", torch.bfloat16: "release"}
 
 KERNELS = ("torch", "nki")
 """What runs inside a graph."""
+MOST_CANDIDATES = 16384
+"""Of a top-k on a device (aws-neuron-sdk issue 1339)."""
 
 
 class DeepseekV41NeuronConfig(MoENeuronConfig):
@@ -47,6 +49,12 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
         lines += [message for wrong, message in self._conflicts() if wrong]
         if lines:
             raise RequestError(refusal(lines))
+
+    @property
+    def samples_in_graph(self) -> bool:
+        """Whether a graph draws tokens (graph_sampling.py); else on-device sampling is greedy."""
+        chosen = self.on_device_sampling_config
+        return chosen is not None and bool(chosen.do_sample or chosen.dynamic)
 
     @property
     def expert_storage(self) -> ExpertStorage:
@@ -109,9 +117,13 @@ class DeepseekV41NeuronConfig(MoENeuronConfig):
                 " accepted in the graph",
             ),
             (
-                self.on_device_sampling_config is not None and self.on_device_sampling_config.do_sample,
-                "on_device_sampling_config: do_sample is not served in the graph; sample on the host: leave on-device"
-                " sampling out",
+                fused and self.samples_in_graph,
+                "enable_fused_speculation: accepts greedily in the graph; leave out do_sample and dynamic of"
+                " on_device_sampling_config, or the speculation",
+            ),
+            (
+                self.samples_in_graph and not 1 <= self.on_device_sampling_config.global_topk <= MOST_CANDIDATES,
+                f"global_topk: expected 1 to {MOST_CANDIDATES} tokens to draw from, which a top-k in a graph can give",
             ),
         ]
 

@@ -10,6 +10,7 @@ from ..model import DeepseekV41Model
 from ..sampling import greedy
 from ..state import StateSpec
 from .config import DeepseekV41InferenceConfig
+from .graph_sampling import draw
 from .groups import run_layout, run_parallel
 from .rows import GraphCall, graph_call, last_row, prompt_read_length
 from .state_manager import StateManager
@@ -66,15 +67,22 @@ class NeuronDeepseekV41Model(NeuronBaseModel):
     ) -> list[Tensor]:  # fmt: skip
         """The next token [B] int32, or logits [B, 1, vocab] fp32 where the host samples, of every row, then the state.
 
-        Inputs as ``rows.graph_call``; sampling_params [B, 3] and NxDI's dummies are not used. With output_logits the logits
-        come second. Graphs of all stages give as many outputs.
+        Inputs as ``rows.graph_call``; sampling_params [B, 3] and, in NxDI's first dummy, the random numbers [B] int32 are
+        read where the graph draws tokens. With output_logits the logits come second. Graphs of all stages give as many
+        outputs.
         """
         call = graph_call(input_ids, attention_mask, position_ids, seq_ids)
         read = self.read_length(call, attention_mask.shape[1])
         hidden, _, *state = self.backbone(*call[:4], self.rank, *self.kv_mgr.read(), read_len=read)
         logits = self.backbone.logits(last_row(hidden, call.length))
-        tokens = greedy(logits[:, 0]).to(torch.int32) if self.on_device_sampling else logits
+        tokens = self._choose(logits[:, 0], sampling_params, unused[0]) if self.on_device_sampling else logits
         return [tokens, *([logits] if self.neuron_config.output_logits else []), *state]
+
+    def _choose(self, logits: Tensor, sampling_params: Tensor, number: Tensor) -> Tensor:
+        run = self.neuron_config
+        if not run.samples_in_graph:
+            return greedy(logits).to(torch.int32)
+        return draw(logits, sampling_params, number, run.on_device_sampling_config.global_topk).to(torch.int32)
 
     def store(self, state: list[Tensor]) -> None:
         """Keeps the state that ``forward`` returned behind its results, where no device does."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .chunks import Batch, check_slots, groups, merge, prompt_chunks, step_inputs
 from .counts import Counts
+from .graph_sampling import NUMBERS
 
 
 class DeepseekV41ModelWrapper(ModelWrapper):
@@ -53,7 +54,7 @@ class DeepseekV41ModelWrapper(ModelWrapper):
         """One graph call: its results, without the state, which is kept."""
         began = time.perf_counter()
         unused = torch.zeros(batch.seq_ids.shape, dtype=torch.int32)
-        found = self._forward(*(tensor.contiguous() for tensor in batch), unused, unused)
+        found = self._forward(*(tensor.contiguous() for tensor in batch), self._numbers(len(unused)), unused)
         if self.is_neuron():
             results = [found] if isinstance(found, Tensor) else list(found)
         else:
@@ -61,6 +62,18 @@ class DeepseekV41ModelWrapper(ModelWrapper):
             results = found[: self.model.results]
         self._count(batch, results[0], time.perf_counter() - began)
         return results
+
+    def _numbers(self, rows: int) -> Tensor:
+        """What a graph draws with: [rows] int32 below NUMBERS, of PyTorch's generator, the same on every rank."""
+        run = self.neuron_config
+        if not run.samples_in_graph:
+            return torch.zeros(rows, dtype=torch.int32)
+        if run.on_device_sampling_config.deterministic:
+            return torch.full((rows,), NUMBERS // 2, dtype=torch.int32)
+        numbers = torch.randint(NUMBERS, (rows,), dtype=torch.int32)
+        if not self.is_neuron():
+            torch.distributed.broadcast(numbers, 0)
+        return numbers
 
     def _count(self, batch: Batch, tokens: Tensor, seconds: float) -> None:
         active = batch.seq_ids >= 0

@@ -2,6 +2,7 @@
 """What tests run on NxDI in a process of its own: ``child.py COMMAND OPTIONS`` prints RESULT and what it found, as JSON."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lockstep import Lockstep
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.trace.mock_torchdist import mock_distributed
 from safetensors.torch import load_file
 from sources import TINY
 
+from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.nxdi import (
     DeepseekV41InferenceConfig,
     DeepseekV41NeuronConfig,
@@ -20,8 +25,7 @@ from modeling_deepseek_v41.nxdi import (
 )
 from modeling_deepseek_v41.nxdi.weights import load_strictly
 
-GOLDEN = load_file(TINY / "golden_f32.safetensors")
-FOLDER = str(TINY / "ckpt")
+FOLDER, NEW = str(TINY / "ckpt"), 25
 
 
 def application(options: dict[str, Any], folder: str = FOLDER) -> NeuronDeepseekV41ForCausalLM:
@@ -33,30 +37,53 @@ def application(options: dict[str, Any], folder: str = FOLDER) -> NeuronDeepseek
     return NeuronDeepseekV41ForCausalLM(folder, config)
 
 
-def prompts(lengths: list[int]) -> list[list[int]]:
-    """The golden prompts of ``lengths``."""
-    return [GOLDEN[f"p{length}.input_ids"][0].tolist() for length in lengths]
+def generate(
+    options: dict[str, Any], texts: list[list[int]], adapter: bool = False, alone: bool = False, folder: str = FOLDER,
+    **sampling: float,
+) -> dict[str, Any]:  # fmt: skip
+    """25 tokens behind each of ``texts`` on the CPU, all in one batch or ``alone`` one after another, and what the graphs did.
 
-
-def generate(options: dict[str, Any], lengths: list[int], adapter: bool = False) -> dict[str, Any]:
-    """25 greedy tokens behind the golden prompts on the CPU, all in one batch, and what the graphs did."""
-    model = application(options)
+    Greedy, or with the adapter's ``sampling``.
+    """
+    model = application(options, folder)
     model.to_cpu()
-    texts = _adapter(model, prompts(lengths)) if adapter else generate_batch(model, prompts(lengths), 25)
-    return {"tokens": texts, "counts": {wrapper.tag: wrapper.counts.as_dict() for wrapper in model.models}}
+    torch.manual_seed(torch.distributed.get_rank())
+    run = functools.partial(_adapter, **sampling) if adapter else functools.partial(generate_batch, max_new_tokens=NEW)
+    batches = [[text] for text in texts] if alone else [texts]
+    tokens = [found for batch in batches for found in run(model, batch)]
+    return {"tokens": tokens, "counts": {wrapper.tag: wrapper.counts.as_dict() for wrapper in model.models}}
 
 
-def _adapter(model: NeuronDeepseekV41ForCausalLM, texts: list[list[int]]) -> list[list[int]]:
+def generate_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """``generate`` with each of ``runs``, by name."""
+    return {name: generate(**arguments) for name, arguments in runs.items()}
+
+
+def _adapter(model: NeuronDeepseekV41ForCausalLM, texts: list[list[int]], **sampling: float) -> list[list[int]]:
     from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
 
     longest, length = max(map(len, texts)), model.neuron_config.speculation_length
     ids = torch.tensor([text + [2] * (longest - len(text)) for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-    more = {"prompt_lookup_num_tokens": length} if length else {}
+    more = sampling | ({"prompt_lookup_num_tokens": length} if length else {})
     found = HuggingFaceGenerationAdapter(model).generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=25 + 2 * length, eos_token_id=-1, pad_token_id=2, **more
-    )
-    return found[:, longest:][:, :25].tolist()
+        ids, attention_mask=mask, do_sample=bool(sampling), max_new_tokens=NEW + 2 * length, eos_token_id=-1, pad_token_id=2,
+        **more,
+    )  # fmt: skip
+    return found[:, longest:][:, :NEW].tolist()
+
+
+def refusals(runs: list[dict[str, Any]]) -> list[str]:
+    """What is said of each of some options that to_cpu() cannot serve."""
+    return [_refusal(options) for options in runs]
+
+
+def _refusal(options: dict[str, Any]) -> str:
+    try:
+        application(options).to_cpu()
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def graphs(options: dict[str, Any], work: str, folder: str = FOLDER) -> dict[str, Any]:
@@ -72,11 +99,9 @@ def graphs(options: dict[str, Any], work: str, folder: str = FOLDER) -> dict[str
     return {"end": end, "graphs": trace.LOG, "models": len(model.models)}
 
 
-def execute(options: dict[str, Any], length: int) -> dict[str, Any]:
+def execute(options: dict[str, Any], texts: list[list[int]]) -> dict[str, Any]:
     """Greedy tokens from the traced module run as XLA graphs, aliases applied by hand."""
     import torch_xla
-    from neuronx_distributed.parallel_layers import parallel_state
-    from neuronx_distributed.trace.mock_torchdist import mock_distributed
     from neuronx_distributed_inference.models.application_base import init_custom_process_group_fn
 
     model, device = application(options), torch_xla.device()
@@ -105,23 +130,56 @@ def execute(options: dict[str, Any], length: int) -> dict[str, Any]:
         traced = OnXla(instance.module.to(device).eval())
         for wrapper in model.models:
             wrapper.model = traced
-        return {"tokens": generate_batch(model, prompts([length]), 25)}
+        return {"tokens": generate_batch(model, texts, NEW)}
 
 
-def shards(options: dict[str, Any], work: str) -> dict[str, Any]:
-    """Writes the shards of every rank, and says how each differs from what that rank reads from the checkpoint."""
-    model = application(options | {"save_sharded_checkpoint": True})
+def shards(options: dict[str, Any], work: str, text: list[int], new: list[int], folder: str = FOLDER) -> dict[str, Any]:
+    """Writes the rank files, loads them strictly into every rank's module, and runs these together.
+
+    Returns how the files differ from what the ranks read from the checkpoint, whether the written configuration is read
+    back as it was, and the logits in front of every one of the tokens ``new`` behind ``text``, the same on all ranks.
+    """
+    model = application(options | {"save_sharded_checkpoint": True, "output_logits": True}, folder)
     model.shard_weights(work)
     model.config.save(work)
     again = DeepseekV41InferenceConfig.load(work)
-    bad, sizes = [], []
-    for rank in range(model.neuron_config.tp_degree):
-        stored = load_file(Path(work, "weights", f"tp{rank}_sharded_checkpoint.safetensors"))
-        expected = model.weights.state_dict(rank)
-        bad += sorted(set(stored) ^ set(expected))
-        bad += [name for name, tensor in expected.items() if not _same(stored[name], tensor)]
-        sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in stored.values()))
-    return {"bad": bad, "sizes": sizes, "same_config": again.to_json_string() == model.config.to_json_string()}
+    ranks, bad, modules = range(model.neuron_config.tp_degree), [], []
+    lockstep = Lockstep(model.weights.layout)
+    with mock_distributed(world_size=len(ranks)):
+        torch.distributed.init_process_group("xla", rank=0, world_size=len(ranks))
+        parallel_state.initialize_model_parallel(len(ranks), 1, 1, skip_collective_init=True)
+        for rank in ranks:
+            stored = load_file(Path(work, "weights", f"tp{rank}_sharded_checkpoint.safetensors"))
+            expected = model.weights.state_dict(rank)
+            bad += sorted(set(stored) ^ set(expected))
+            bad += [name for name, tensor in expected.items() if not _same(stored[name], tensor)]
+            instance = model.models[0].get_model_instance()
+            lockstep.make(rank, instance.load_module)
+            load_strictly(instance.module, stored)
+            modules.append(instance.module.eval())
+    width = model.neuron_config.largest_context_bucket
+    found = lockstep.run([functools.partial(_logits, module, width, text, new) for module in modules])
+    assert all(torch.equal(found[0], other) for other in found)
+    torch.save(found[0], Path(work, "logits.pt"))
+    return {"bad": bad, "same_config": again.to_json_string() == model.config.to_json_string()}
+
+
+def _logits(module: torch.nn.Module, width: int, text: list[int], new: list[int]) -> torch.Tensor:
+    """The logits [tokens, vocab] in front of ``new`` of a module that gives them last of its results, called as a graph is."""
+    fused, rows = module.results > 2, torch.arange(width)
+    ids = torch.tensor(text + [0] * (width - len(text)), dtype=torch.int32).unsqueeze(0)
+    mask = (rows < len(text)).int().unsqueeze(0)
+    places, logits = rows.int().unsqueeze(0), []
+    while len(logits) < len(new):
+        zero = torch.zeros(1, dtype=torch.int32)
+        out = module(ids, mask, places, zero, torch.ones(1, 3), zero, zero)
+        module.store(out[module.results :])
+        count = int((out[0] >= 0).sum()) if fused else 1
+        logits += out[module.results - 1][0, :count]
+        at = len(text) + len(logits) - 1
+        ids, places = torch.tensor([[new[min(len(logits), len(new)) - 1]]]).int(), torch.tensor([[at]]).int()
+        mask = (torch.arange(module.neuron_config.seq_len) < at).int().unsqueeze(0)
+    return torch.stack(logits[: len(new)])
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TINY = ROOT / "tests" / "data" / "golden" / "tiny_a"
@@ -30,13 +28,6 @@ def missing() -> list[str]:
     return lines
 
 
-needs_nxdi = [
-    pytest.mark.nxdi,
-    pytest.mark.skipif(bool(missing()), reason="NxD Inference is not here: " + "; ".join(missing())),
-]
-"""What the modules that run NxDI are marked with."""
-
-
 def environment(cpu_mode: bool) -> dict[str, str]:
     """A child's environment. Stand-ins come last on the path and only where no Neuron SDK is installed."""
     paths = [str(ROOT), str(HERE)]
@@ -54,7 +45,7 @@ def environment(cpu_mode: bool) -> dict[str, str]:
 
 
 def run(
-    arguments: list[str], folder: Path, *, ranks: int = 1, cpu_mode: bool = True, timeout: int = 900
+    arguments: list[str], folder: Path, *, ranks: int = 1, cpu_mode: bool = True, timeout: int = 3600
 ) -> subprocess.CompletedProcess[str]:
     """``python ARGUMENTS`` in ``folder``, or the same under torchrun."""
     start = [sys.executable]

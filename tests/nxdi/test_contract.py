@@ -6,8 +6,9 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from contract import definitions, module_file, neuron_imports, subclasses
-from sources import HERE, PACKAGES, ROOT, needs_nxdi
+from sources import HERE, PACKAGES, ROOT
 
 CONTRACT = json.loads((HERE / "contract.json").read_text(encoding="utf-8"))
 OURS = sorted((ROOT / "modeling_deepseek_v41" / "nxdi").glob("*.py"))
@@ -47,8 +48,7 @@ def _file(module: str) -> Path:
     return module_file(source, module)
 
 
-@needs_nxdi[0]
-@needs_nxdi[1]
+@pytest.mark.nxdi
 def test_the_installed_packages_are_what_the_contract_says() -> None:
     wrong = []
     for module, names in CONTRACT["imports"].items():

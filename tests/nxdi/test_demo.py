@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sources import TINY, needs_nxdi, run
+from sources import TINY, run
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from modeling_deepseek_v41.hf.modeling import DeepseekV41ForCausalLM
 
-pytestmark = needs_nxdi
+pytestmark = pytest.mark.nxdi
 COMMON = ["run", "--compiled-model-path", "out", "--torch-dtype", "float32", "--max-context-length", "64", "--seq-len", "64"]
 COMMON += ["--on-cpu", "--prompt", "Hello world", "--batch-size", "1"]
 FUSED = ["--on-device-sampling", "--enable-fused-speculation", "--speculation-length", "6"]

@@ -2,6 +2,7 @@
 """generate_hlo over plain torch_xla on the CPU, with a report of everything that a graph must not do. Nothing behind HLO."""
 
 import dataclasses
+import re
 from typing import Any
 
 import _absent
@@ -61,6 +62,7 @@ def generate_hlo(func, example_inputs, input_output_aliases=None, **kwargs):
                 for line in text.splitlines()
                 if any(f" {kind}(" in line for kind in ("all-reduce", "all-gather", "reduce-scatter", "collective-permute"))
             ],
+            "sorts": sorted({re.findall(r'op_type="(\w*)"', line)[0] for line in text.splitlines() if " sort(" in line}),
             "host_fallbacks": {name: count for name, count in counters.items() if name.startswith("aten::")},
             "host_reads": transfers.get("TransferFromDeviceTime", 0),
             "mid_graph_executes": counters.get("UncachedCompile", 0) + counters.get("CachedCompile", 0),
