@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
     def window_kv(self, quantised: Tensor, table: Tensor) -> Tensor:
         """The same input and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""
-        return self.numerics.window_kv(self.numerics.ops.rotate(self.kv_norm(self.wkv(quantised)), table, self.numerics))
+        return self.numerics.rotated_window_kv(self.kv_norm(self.wkv(quantised)), table)
 
     def output(self, o: Tensor, rank: Tensor) -> Tensor:
         """The rank's heads' values [B, T, h, D] through the grouped projection and wo_b: [B, T, d], the same on every rank."""

@@ -68,6 +68,11 @@ class Arithmetic(Numerics):
         """Window KV [..., head_dim] as it is cached: fp8 QDQ per 32, ``dtype``."""
         return (self.ops.quantise(kv, self) if self.quantize_cache else kv).to(self.dtype)
 
+    def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        """``window_kv`` of kv [B, T, head_dim], rotated by ``table`` [B, T, 2, R] before: one operation, which may be fused."""
+        turn = self.ops.rotate_and_quantise if self.quantize_cache else self.ops.rotate
+        return turn(kv, table, self).to(self.dtype)
+
     def compressed_kv(self, kv: Tensor) -> Tensor:
         """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""
         return (self.ops.quantise_compressed(kv) if self.quantize_cache else kv).to(self.dtype)

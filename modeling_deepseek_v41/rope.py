@@ -50,3 +50,8 @@ def rotate(x: Tensor, table: Tensor, arithmetic: Arithmetic, back: bool = False)
     swapped = pairs.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     turned = torch.addcmul(pairs * cos, swapped, sin, value=-1 if back else 1)
     return torch.cat([plain, arithmetic.round(turned)], -1)
+
+
+def rotate_and_quantise(x: Tensor, table: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """``rotate`` and then the arithmetic's fp8 QDQ: x [B, T, D]."""
+    return arithmetic.ops.quantise(arithmetic.ops.rotate(x, table, arithmetic), arithmetic)

@@ -34,6 +34,7 @@ TORCH = Operations(
     quantise_compressed=formats.qdq_fp4_e4m3,
     normalise=linear.rms_norm,
     rotate=rope.rotate,
+    rotate_and_quantise=rope.rotate_and_quantise,
     mixes=hyper_connections.mixes,
     collapse=hyper_connections.collapse,
     weighted_sum=hyper_connections.weighted_sum,

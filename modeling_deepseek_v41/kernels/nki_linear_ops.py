@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .nki_launch import Launch
+from .nki_launch import PARTITIONS, Launch
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
@@ -20,14 +20,14 @@ class LinearKernels:
         from .nki.compressed_qdq import compressed_qdq
         from .nki.group_qdq import group_qdq
         from .nki.linear import linear
+        from .nki.linears import grouped_linear
 
-        self._launch, self._linear = launch, linear
+        self._launch, self._linear, self._grouped_linear = launch, linear, grouped_linear
         self._activation_qdq, self._group_qdq, self._compressed_qdq = activation_qdq, group_qdq, compressed_qdq
 
     def product(self, x: Tensor, weight: Tensor, rounds: bool) -> Tensor:
         """x [m, k] times a laid-out weight: [m, n] bf16 where it ``rounds``, else fp32. One kernel call."""
-        cores, _, width = weight.shape
-        columns = cores * width // -(-x.shape[1] // 128)
+        columns, cores = _columns(weight, x.shape[1]), weight.shape[0]
         return self._launch(self._linear, x, weight, columns=columns, rounds=rounds, cores=cores)
 
     def linear(self, x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") -> Tensor:
@@ -36,10 +36,13 @@ class LinearKernels:
         return y.float().unflatten(0, x.shape[:-1])
 
     def grouped(self, x: Tensor, weight: Tensor, arithmetic: "Arithmetic") -> Tensor:
-        """rows.grouped of laid-out weights, the groups in front: a kernel call per group."""
+        """rows.grouped of laid-out weights, the groups in front: one kernel call, in fp32 one per group."""
         rows = x.flatten(0, 1).to(arithmetic.dtype)
-        found = [self.product(rows[:, group], own, arithmetic.rounds) for group, own in enumerate(weight)]
-        return torch.stack(found, 1).float().unflatten(0, x.shape[:2])
+        if weight.shape[0] == 1 or not arithmetic.rounds:
+            found = [self.product(rows[:, group], own, arithmetic.rounds) for group, own in enumerate(weight)]
+            return torch.stack(found, 1).float().unflatten(0, x.shape[:2])
+        columns, cores = _columns(weight[0], x.shape[-1]), weight.shape[1]
+        return self._launch(self._grouped_linear, rows, weight, columns=columns, cores=cores).float().unflatten(0, x.shape[:2])
 
     def quantise(self, x: Tensor, arithmetic: "Arithmetic") -> Tensor:
         """linear.quantise: one kernel call, another one for values that bf16 does not hold."""
@@ -55,3 +58,9 @@ class LinearKernels:
     def quantise_compressed(self, x: Tensor) -> Tensor:
         """formats.qdq_fp4_e4m3: one kernel call."""
         return self._launch(self._compressed_qdq, x.flatten(0, -2)).view(x.shape)
+
+
+def _columns(weight: Tensor, k: int) -> int:
+    """n of a laid-out weight of contraction ``k``."""
+    cores, _, width = weight.shape
+    return cores * width // -(-k // PARTITIONS)

@@ -33,8 +33,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
     """The operations ``name``: ``launch`` runs the kernels. Raises ImportError without nki.
 
     Each keeps the contract of its PyTorch function. index_scores returns the same values in the arithmetic's dtype, for
-    the search of top_ascending in bf16 takes half the steps. ``route`` alone is PyTorch: a few comparisons over one row of
-    scores, which wait for the linear before them and for nothing else.
+    the search of top_ascending in bf16 takes half the steps.
     """
     rows, linears = RowKernels(launch), LinearKernels(launch)
     attention, experts = AttentionKernels(launch, rows.rotate), ExpertKernels(launch, linears, rows)
@@ -55,12 +54,14 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         quantise_compressed=linears.quantise_compressed,
         normalise=rows.normalise,
         rotate=rows.rotate,
+        rotate_and_quantise=rows.rotate_and_quantise,
         mixes=rows.mixes,
         collapse=rows.collapse,
         weighted_sum=rows.weighted_sum,
         expand=rows.expand,
         compress_pool=rows.compress_pool,
         engram_gate=rows.engram_gate,
+        route=rows.route,
         swiglu=rows.swiglu,
         expert_rows=experts.experts,
         expert_by_expert=experts.experts,

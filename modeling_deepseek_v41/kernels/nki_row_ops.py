@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, the rotary embedding, hyper-connections, pooling, SwiGLU and the engram's gate as launches of NKI kernels."""
+"""Norms, the rotary embedding, hyper-connections, pooling, the router, SwiGLU and the engram's gate as NKI kernels."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..rope import rotate_and_quantise
 from .nki_launch import PARTITIONS, Launch
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ class RowKernels:
         from .nki.mixes import mixes
         from .nki.rms_norm import collapse, collapse_streams, rms_norm
         from .nki.rotate import rotate
+        from .nki.route import route
         from .nki.swiglu import swiglu
 
         self._launch = launch
         self._rms_norm, self._rotate, self._mixes, self._collapse = rms_norm, rotate, mixes, collapse
         self._collapse_streams, self._expand, self._swiglu = collapse_streams, expand, swiglu
-        self._engram_gate, self._compress_pool = engram_gate, compress_pool
+        self._engram_gate, self._compress_pool, self._route = engram_gate, compress_pool, route
 
     def normalise(self, x: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic") -> Tensor:
         """linear.rms_norm: one kernel call."""
@@ -41,6 +43,13 @@ class RowKernels:
         """rope.rotate: one kernel call."""
         heads = x if x.dim() == 4 else x.unsqueeze(2)
         return self._launch(self._rotate, _rows(heads, 2, arithmetic), table.flatten(0, 1), back=back).float().view(x.shape)
+
+    def rotate_and_quantise(self, x: Tensor, table: Tensor, arithmetic: "Arithmetic") -> Tensor:
+        """rope.rotate_and_quantise: one kernel call for values that bf16 holds, two for others."""
+        if not arithmetic.rounds:
+            return rotate_and_quantise(x, table, arithmetic)
+        rows = _rows(x.unsqueeze(2), 2, arithmetic)
+        return self._launch(self._rotate, rows, table.flatten(0, 1), quantize=True).float().view(x.shape)
 
     def mixes(
         self, raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float,
@@ -84,6 +93,14 @@ class RowKernels:
         streams, keys, values = (_rows(one, 2, arithmetic) for one in (x, key, value))
         rows = streams, keys, values.squeeze(1)
         return self._apart(self._engram_gate, rows, weight, x.shape[1], arithmetic, eps=eps).view(x.shape)
+
+    def route(
+        self, logits: Tensor, bias: Tensor, k: int, normalises: bool, factor: float, arithmetic: "Arithmetic"
+    ) -> tuple[Tensor, Tensor]:
+        """moe.route: one kernel call."""
+        rows, constants = (logits.flatten(0, 1), bias.unsqueeze(0)), {"k": k, "normalises": normalises, "factor": factor}
+        ids, weights = self._launch(self._route, *rows, **constants)
+        return ids.long().unflatten(0, logits.shape[:2]), weights.unflatten(0, logits.shape[:2])
 
     def _apart(
         self, kernel: Any, rows: tuple[Tensor, ...], weight: Tensor, tokens: int, arithmetic: "Arithmetic", **constants: Any

@@ -27,6 +27,7 @@ class Operations:
     quantise_compressed: Callable
     normalise: Callable
     rotate: Callable
+    rotate_and_quantise: Callable
     mixes: Callable
     collapse: Callable
     weighted_sum: Callable

@@ -229,8 +229,8 @@ class _GoldenWindow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
-    def window_kv(self, kv: Tensor) -> Tensor:
-        return self._replace(self._plain.window_kv(kv))
+    def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        return self._replace(self._plain.rotated_window_kv(kv, table))
 
 
 def _mask(chosen: Tensor, scores: Tensor) -> Tensor:

@@ -134,6 +134,9 @@ class _Watched(Arithmetic):
     def window_kv(self, kv: Tensor) -> Tensor:
         return self.trace.quantise(super().window_kv, kv, self.block, "window KV", 32, 0)
 
+    def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        return self.window_kv(self.ops.rotate(kv, table, self))
+
     def compressed_kv(self, kv: Tensor) -> Tensor:
         return self.trace.quantise(super().compressed_kv, kv, self.block, "compressed KV", 16, self.ratio)
 

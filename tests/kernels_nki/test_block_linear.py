@@ -49,7 +49,7 @@ class Case:
 
 
 @CORES
-@pytest.mark.parametrize("rows", [1, 6, 7, 32])
+@pytest.mark.parametrize("rows", [1, 6, 7, 32, 33])
 @pytest.mark.parametrize(("k", "n"), [(32, 32), (64, 96), (128, 128), (160, 320), (384, 288), (1280, 64)])
 def test_tiny_shapes_with_tails(k, n, rows, cores):
     Case(rows, k, n).check(cores)
@@ -61,6 +61,13 @@ def test_tiny_shapes_with_tails(k, n, rows, cores):
 @pytest.mark.parametrize(("k", "n"), [(5120, 1792), (1024, 5120)])
 def test_release_shapes(k, n, rows, cores):
     Case(rows, k, n, quantize=True).check(cores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [128, 4096])
+def test_many_rows(rows):
+    """In passes of 32."""
+    Case(rows, 160, 128).check(2)
 
 
 def test_rounded():
@@ -98,7 +105,6 @@ def test_refusals():
     packed = case.packed(1)
     x, codes, scale = array(case.x), packed.codes.numpy().view(ml_dtypes.float8_e4m3), array(packed.scale)
     for arguments, text in (
-        ((array(normal(33, 64).bfloat16()), codes, scale, 32), r"x \(33, 64\): expected 1 to 32 rows"),
         ((x.astype(np.float32), codes, scale, 32), "expected bfloat16, found float32"),
         ((x, codes, scale, 33), "64 x 33: expected multiples of 32"),
         ((x, codes, scale, 64), r"weight: expected \(1, 64, 64\) for 64 x 64, found \(1, 64, 32\)"),
@@ -112,12 +118,16 @@ def test_refusals():
 
 @pytest.mark.skipif(real_nki(), reason="real nki gives no trace")
 def test_cost():
-    for k, n, matmuls, transposes, critical in (
-        (5120, 1792, 280, 9, 21.1), (1280, 4096, 160, 17, 14.8), (4096, 1024, 128, 6, 13.2), (1024, 5120, 160, 21, 15.2),
+    """The docstring's figures: the time, its ratio to the memory's bound, and that without the 4 us of first load and store."""
+    for k, n, matmuls, transposes, critical, ratio, beyond_latency in (
+        (5120, 1792, 283, 9, 19.7, 1.56, 1.24), (1280, 4096, 162, 17, 14.8, 2.04, 1.49),
+        (4096, 1024, 129, 6, 13.4, 2.31, 1.62), (1024, 5120, 162, 21, 14.9, 2.07, 1.51),
     ):  # fmt: skip
         trace = Case(6, k, n, quantize=True).run(2).trace
         assert trace.count("nc_matmul", 0) == matmuls and trace.count("nc_transpose", 0) == transposes
-        assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
+        found, bound = trace.critical_path_us(), k * n / 2 / 362_500
+        assert found == pytest.approx(critical, abs=0.06) and found / bound == pytest.approx(ratio, abs=0.01)
+        assert (found - 4) / bound == pytest.approx(beyond_latency, abs=0.01)
         busy = trace.busy()
         assert max(busy["tensor"], busy["vector"], busy["scalar"], busy["gpsimd"]) < busy["dma"]
         assert trace.peak()["sbuf"] <= 20 * 1024

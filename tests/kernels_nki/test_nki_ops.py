@@ -128,6 +128,7 @@ def test_rows(dtype):
     for x in (y, streams):
         check("rotate", x, table(2, 5, 32))
         check("rotate", x, table(2, 5, 32), back=True)
+    check("rotate_and_quantise", y, table(2, 5, 32))
     check("collapse", streams, pre, weight, 1e-20)
     check("weighted_sum", streams, pre)
     check("expand", y, streams, pre, comb)
@@ -139,6 +140,17 @@ def test_rows(dtype):
     for routing in (None, normal(6, seed=8).sigmoid()):
         expected, found = (a.ops.swiglu(gate_up, routing, 2.0, a) for a in raw)
         close(found, expected, dtype)
+
+
+def test_route():
+    """Ids to the bit, also of equal scores; weights within 1e-5."""
+    plain, kernels = pair(torch.float32)
+    logits, bias = (normal(2, 5, 48) * 4).round() / 4, (normal(48, seed=1) * 2).round() / 64
+    for arguments in ((logits, bias, 3, True, 1.5), (logits, bias * 0, 8, False, 1.0)):
+        ids, weights = kernels.ops.route(*arguments, kernels)
+        expected, shares = plain.ops.route(*arguments, plain)
+        assert torch.equal(ids, expected) and ids.dtype == torch.int64
+        close(weights, shares, torch.float32)
 
 
 @pytest.mark.parametrize("blocks", [5, 128, 300])
@@ -162,7 +174,7 @@ def test_constants():
 
 def test_names():
     """A registered implementation is found by name, and its name is taken."""
-    assert operations(emulated.NAME) is emulated.operations and emulated.operations.route is TORCH.route
+    assert operations(emulated.NAME) is emulated.operations and emulated.operations.linear is not TORCH.linear
     with pytest.raises(RequestError, match="'emulator' is taken"):
         emulated.register(emulated.operations)
     with pytest.raises(RequestError, match=r"nki, emulator.*, found 'emulated'"):

@@ -4,6 +4,11 @@
 import nki.isa as nisa
 import nki.language as nl
 
+from .split import tiles
+
+BANK_BYTES = 2048
+"""Of a PSUM bank in one partition."""
+
 
 def gather(table: nl.NkiTensor, index_sb: nl.NkiTensor) -> list:
     """Rows of ``table`` by index_sb [P, I]: I tiles [P, D], zeros where the index is -1."""
@@ -19,23 +24,24 @@ def gather(table: nl.NkiTensor, index_sb: nl.NkiTensor) -> list:
 
 
 def columns(row_tiles: list, dim: int, chunk: int) -> nl.NkiTensor:
-    """Tiles of rows [n, D] as columns [D % chunk, D / chunk, all n <= 512], by transposes through PSUM."""
+    """Tiles of rows [n, D] as columns [D % chunk, D / chunk, all n <= 512], by transposes through PSUM, in two copies."""
     total = 0
     for rows_sb in row_tiles:
         total += rows_sb.shape[0]
-    columns_sb = nl.ndarray((chunk, dim // chunk, total), row_tiles[0].dtype, buffer=nl.sbuf)
-    columns_psum = []
-    for _ in range(dim // chunk):
-        columns_psum.append(nl.ndarray((chunk, total), columns_sb.dtype, buffer=nl.psum))
-    place = 0
-    for rows_sb in row_tiles:
-        end = place + rows_sb.shape[0]
-        for c in range(dim // chunk):
-            nisa.nc_transpose(dst=columns_psum[c][:, place:end], data=rows_sb[:, c * chunk : (c + 1) * chunk])
-        place = end
-    for c in range(dim // chunk):
-        engine = nisa.engine.vector if c % 2 == 0 else nisa.engine.scalar
-        nisa.tensor_copy(dst=columns_sb[:, c, :], src=columns_psum[c], engine=engine)
+    count, dtype = dim // chunk, row_tiles[0].dtype
+    columns_sb = nl.ndarray((chunk, count, total), dtype, buffer=nl.sbuf)
+    together = min(-(-count // 2), BANK_BYTES // (total * (2 if dtype == nl.bfloat16 else 4)))
+    for first, n in tiles(count, together):
+        columns_psum = nl.ndarray((chunk, n, total), dtype, buffer=nl.psum)
+        place = 0
+        for rows_sb in row_tiles:
+            end = place + rows_sb.shape[0]
+            for c in range(n):
+                at = (first + c) * chunk
+                nisa.nc_transpose(dst=columns_psum[:, c, place:end], data=rows_sb[:, at : at + chunk])
+            place = end
+        engine = nisa.engine.vector if first // together % 2 == 0 else nisa.engine.scalar
+        nisa.tensor_copy(dst=columns_sb[:, first : first + n], src=columns_psum, engine=engine)
     return columns_sb
 
 
