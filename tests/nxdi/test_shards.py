@@ -12,7 +12,10 @@ from test_graphs import WIDE
 from texts import GOLDEN, engine, golden
 
 from modeling_deepseek_v41.checkpoint.synthetic import write_checkpoint
+from modeling_deepseek_v41.config import load_config
+from modeling_deepseek_v41.layout import make_layout
 from modeling_deepseek_v41.loading import load_model
+from modeling_deepseek_v41.sharding import shard_checkpoint
 from modeling_deepseek_v41.state import allocate
 
 pytestmark = pytest.mark.nxdi
@@ -38,6 +41,15 @@ def test_rank_files_load_strictly_and_give_the_golden_logits(tp: int, fused: boo
     (prompt,), (text,) = golden([40])
     found = shards({"tp_degree": tp} | (FUSED if fused else {}), tmp_path, prompt, text[:8])
     assert close(found, GOLDEN["p40.logits"][0, :8])
+
+
+def test_a_folder_of_rank_files_takes_the_checkpoint_s_place(tmp_path: Path) -> None:
+    """As ``deepseek-v41 shard`` makes it: nobody shards twice."""
+    folder = tmp_path / "ranks"
+    shard_checkpoint(TINY / "ckpt", folder, make_layout(load_config(TINY / "ckpt"), 1), "fp32", "fp8_exact", progress=False)
+    prompts, expected = golden([17])
+    [found] = child("generate", {"options": FUSED, "texts": prompts, "folder": str(folder)}, tmp_path)
+    assert found["tokens"] == expected
 
 
 @pytest.mark.slow
