@@ -29,9 +29,10 @@ def grid_floor(dst: nl.NkiTensor, amax: nl.NkiTensor, shrink: float = 1.0) -> No
 
 
 def round_to_grid(
-    dst: nl.NkiTensor, x: nl.NkiTensor, floor: nl.NkiTensor, power: nl.NkiTensor, exponent: nl.NkiTensor, total: nl.NkiTensor
-) -> None:
-    """dst = x rounded at max(x's exponent, floor): 4 VectorE instructions, each zero positive.
+    dst: nl.NkiTensor, x: nl.NkiTensor, floor: nl.NkiTensor, power: nl.NkiTensor, exponent: nl.NkiTensor, total: nl.NkiTensor,
+    magic: float = MAGIC,
+) -> None:  # fmt: skip
+    """dst = x rounded at max(x's exponent, floor), to the fraction bits of ``magic``: 4 VectorE instructions, zeros positive.
 
     All of one shape. x bf16 or fp32, |x| below 2^107; floor fp32, in SBUF or PSUM; work tiles @ SBUF: ``power`` of x's dtype,
     ``exponent`` and ``total`` fp32.
@@ -39,5 +40,5 @@ def round_to_grid(
     bits, mask = (nl.int16, EXPONENT16) if x.dtype == nl.bfloat16 else (nl.int32, EXPONENT32)
     nisa.tensor_scalar(dst=power.view(bits), data=x.view(bits), op0=nl.bitwise_and, operand0=mask)
     nisa.tensor_tensor(dst=exponent, data1=power, data2=floor, op=nl.maximum)
-    nisa.scalar_tensor_tensor(dst=total, data=exponent, op0=nl.multiply, operand0=MAGIC, op1=nl.add, operand1=x)
-    nisa.scalar_tensor_tensor(dst=dst, data=exponent, op0=nl.multiply, operand0=-MAGIC, op1=nl.add, operand1=total)
+    nisa.scalar_tensor_tensor(dst=total, data=exponent, op0=nl.multiply, operand0=magic, op1=nl.add, operand1=x)
+    nisa.scalar_tensor_tensor(dst=dst, data=exponent, op0=nl.multiply, operand0=-magic, op1=nl.add, operand1=total)
