@@ -44,7 +44,7 @@ class Compressor(nn.Module):
 
     def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, state: State) -> None:
         """Writes compressed KV: the latent rotated at its group's first position, then the fp4 QDQ."""
-        kv = self.numerics.compressed_kv(self.numerics.ops.rotate(latent, table, self.numerics))
+        kv = self.numerics.rotated_compressed_kv(latent, table)
         state.write_groups(f"ckv.{self.layer}", kv, groups, complete)
 
 

@@ -34,7 +34,7 @@ class Indexer(nn.Module):
 
     def publish(self, latent: Tensor, groups: Tensor, complete: Tensor, table: Tensor, state: State) -> None:
         """Writes the index keys of the groups that this call completes, made of the latent before its rotation."""
-        key = self.numerics.index(self.numerics.ops.rotate(self.k_norm(self.wk(latent)), table, self.numerics))
+        key = self.numerics.rotated_index(self.k_norm(self.wk(latent)), table)
         state.write_groups(f"ikey.{self.source}", key, groups, complete)
 
     def forward(
@@ -47,7 +47,7 @@ class Indexer(nn.Module):
         """
         numerics = self.numerics
         heads = self.wq_b(qr_input).unflatten(-1, (self.heads, self.dim))
-        query = numerics.index(numerics.ops.rotate(heads, table, numerics))
+        query = numerics.rotated_index(heads, table)
         weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
         tokens = x.shape[1]
         tile = numerics.ops.index_rows if tokens <= numerics.exact_tokens else PREFILL_TILE

@@ -68,11 +68,6 @@ class Arithmetic(Numerics):
         """Window KV [..., head_dim] as it is cached: fp8 QDQ per 32, ``dtype``."""
         return (self.ops.quantise(kv, self) if self.quantize_cache else kv).to(self.dtype)
 
-    def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
-        """``window_kv`` of kv [B, T, head_dim], rotated by ``table`` [B, T, 2, R] before: one operation, which may be fused."""
-        turn = self.ops.rotate_and_quantise if self.quantize_cache else self.ops.rotate
-        return turn(kv, table, self).to(self.dtype)
-
     def compressed_kv(self, kv: Tensor) -> Tensor:
         """Compressed KV [..., head_dim] as it is cached: fp4 QDQ per 16 with e4m3 scales, ``dtype``."""
         return (self.ops.quantise_compressed(kv) if self.quantize_cache else kv).to(self.dtype)
@@ -80,3 +75,19 @@ class Arithmetic(Numerics):
     def index(self, x: Tensor) -> Tensor:
         """Index keys or queries [..., index_head_dim]: fp4 QDQ per 32 with ue8m0 scales, ``dtype``."""
         return (self.ops.quantise_index(x) if self.quantize_cache else x).to(self.dtype)
+
+    def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        """``window_kv`` of kv [B, T, head_dim], rotated by ``table`` [B, T, 2, R] before: one operation, which may be fused."""
+        return self._rotated(kv, table, "fp8")
+
+    def rotated_compressed_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        """``compressed_kv`` of kv [B, n, head_dim], rotated before."""
+        return self._rotated(kv, table, "fp4_e4m3")
+
+    def rotated_index(self, x: Tensor, table: Tensor) -> Tensor:
+        """``index`` of keys [B, n, index_head_dim] or queries [B, T, heads, index_head_dim], rotated before."""
+        return self._rotated(x, table, "fp4_ue8m0")
+
+    def _rotated(self, x: Tensor, table: Tensor, form: str) -> Tensor:
+        turned = self.ops.rotate_and_quantise(x, table, form, self) if self.quantize_cache else self.ops.rotate(x, table, self)
+        return turned.to(self.dtype)

@@ -52,6 +52,9 @@ def rotate(x: Tensor, table: Tensor, arithmetic: Arithmetic, back: bool = False)
     return torch.cat([plain, arithmetic.round(turned)], -1)
 
 
-def rotate_and_quantise(x: Tensor, table: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """``rotate`` and then the arithmetic's fp8 QDQ: x [B, T, D]."""
-    return arithmetic.ops.quantise(arithmetic.ops.rotate(x, table, arithmetic), arithmetic)
+def rotate_and_quantise(x: Tensor, table: Tensor, form: str, arithmetic: Arithmetic) -> Tensor:
+    """``rotate``, then the QDQ ``form``: fp8 of window KV, fp4_e4m3 of compressed KV, fp4_ue8m0 of index keys, queries."""
+    ops, turned = arithmetic.ops, arithmetic.ops.rotate(x, table, arithmetic)
+    if form == "fp8":
+        return ops.quantise(turned, arithmetic)
+    return ops.quantise_index(turned) if form == "fp4_ue8m0" else ops.quantise_compressed(turned)

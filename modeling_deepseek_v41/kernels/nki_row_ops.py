@@ -44,12 +44,12 @@ class RowKernels:
         heads = x if x.dim() == 4 else x.unsqueeze(2)
         return self._launch(self._rotate, _rows(heads, 2, arithmetic), table.flatten(0, 1), back=back).float().view(x.shape)
 
-    def rotate_and_quantise(self, x: Tensor, table: Tensor, arithmetic: "Arithmetic") -> Tensor:
+    def rotate_and_quantise(self, x: Tensor, table: Tensor, form: str, arithmetic: "Arithmetic") -> Tensor:
         """rope.rotate_and_quantise: one kernel call for values that bf16 holds, two for others."""
         if not arithmetic.rounds:
-            return rotate_and_quantise(x, table, arithmetic)
-        rows = _rows(x.unsqueeze(2), 2, arithmetic)
-        return self._launch(self._rotate, rows, table.flatten(0, 1), quantize=True).float().view(x.shape)
+            return rotate_and_quantise(x, table, form, arithmetic)
+        rows, constants = _rows(x if x.dim() == 4 else x.unsqueeze(2), 2, arithmetic), {"quantize": True, "form": form}
+        return self._launch(self._rotate, rows, table.flatten(0, 1), **constants).float().view(x.shape)
 
     def mixes(
         self, raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float,

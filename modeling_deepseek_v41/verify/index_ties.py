@@ -19,7 +19,7 @@ def index_scores(
     numerics = indexer.numerics
     dtype = numerics.dtype
     heads = indexer.wq_b(qr_input).unflatten(-1, (indexer.heads, indexer.dim))
-    query = numerics.index(numerics.ops.rotate(heads, table, numerics))[0]
+    query = numerics.rotated_index(heads, table)[0]
     weights = indexer.weights_proj(x)[0].to(dtype) * (indexer.dim**-0.5 * indexer.heads**-0.5)
     dots = torch.matmul(query.float(), state[f"ikey.{indexer.source}"][0].float()).to(dtype)
     scores = (dots.relu() * weights.unsqueeze(-1)).float().sum(1).to(dtype).float()

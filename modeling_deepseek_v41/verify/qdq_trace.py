@@ -137,6 +137,12 @@ class _Watched(Arithmetic):
     def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
         return self.window_kv(self.ops.rotate(kv, table, self))
 
+    def rotated_compressed_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        return self.compressed_kv(self.ops.rotate(kv, table, self))
+
+    def rotated_index(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.index(self.ops.rotate(x, table, self))
+
     def compressed_kv(self, kv: Tensor) -> Tensor:
         return self.trace.quantise(super().compressed_kv, kv, self.block, "compressed KV", 16, self.ratio)
 

@@ -280,18 +280,17 @@ def instructions(number: int, quantize: bool = True) -> dict[str, int]:
 
 
 @NO_TRACE
-def test_cost_of_one_expert():
+@pytest.mark.parametrize(("quantize", "vector"), [(True, 6.1), pytest.param(False, 4.1, marks=pytest.mark.slow)])
+def test_cost_of_one_expert(quantize, vector):
     """The docstring's figures at release shapes: within 1.15 x of the memory's bound, with the QDQ and without."""
-    case = Case(1, 5120, 2304, 6, (0,))
-    for quantize, vector in ((True, 6.1), (False, 4.1)):
-        trace = case.check(experts.local_experts, 2, quantize=quantize).trace
-        given = {name: count for name, count in instructions(1, quantize).items() if count}
-        assert trace.counts(0) == given and trace.counts(1) == given
-        assert trace.critical_path_us() == pytest.approx(55.8, abs=0.1)
-        assert trace.critical_path_us() <= 1.15 * BOUND_US
-        busy = trace.busy()
-        assert busy["vector"] == pytest.approx(vector, abs=0.1) and busy["tensor"] < busy["dma"] < 1.05 * BOUND_US
-        assert trace.peak()["sbuf"] <= 47 * 1024 and trace.peak()["psum"] <= 8 * 1024
+    trace = Case(1, 5120, 2304, 6, (0,)).check(experts.local_experts, 2, quantize=quantize).trace
+    given = {name: count for name, count in instructions(1, quantize).items() if count}
+    assert trace.counts(0) == given and trace.counts(1) == given
+    assert trace.critical_path_us() == pytest.approx(55.8, abs=0.1)
+    assert trace.critical_path_us() <= 1.15 * BOUND_US
+    busy = trace.busy()
+    assert busy["vector"] == pytest.approx(vector, abs=0.1) and busy["tensor"] < busy["dma"] < 1.05 * BOUND_US
+    assert trace.peak()["sbuf"] <= 47 * 1024 and trace.peak()["psum"] <= 8 * 1024
 
 
 @NO_TRACE

@@ -15,9 +15,10 @@ from paired import close, pair
 from torch import Tensor
 
 from modeling_deepseek_v41.errors import RequestError
-from modeling_deepseek_v41.kernels import nki_attention_ops, nki_launch
+from modeling_deepseek_v41.formats import qdq_fp4_e4m3, qdq_fp4_ue8m0, qdq_fp8
+from modeling_deepseek_v41.kernels import nki_attention_ops, nki_launch, nki_row_ops
 from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
-from modeling_deepseek_v41.kernels.nki import sparse_attention, split
+from modeling_deepseek_v41.kernels.nki import fold, sparse_attention, split
 from modeling_deepseek_v41.kernels.nki_layout import as_linear
 from modeling_deepseek_v41.linear import Linear
 from modeling_deepseek_v41.state import State, make_call
@@ -114,6 +115,17 @@ def test_linear_and_grouped(k, n, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("form", ["fp8", "fp4_ue8m0", "fp4_e4m3"])
+def test_rotate_and_quantise(form, dtype):
+    """The QDQ of the kernel's own rotation, to the bit."""
+    plain, kernels = pair(dtype)
+    for x in (normal(2, 5, 96).to(dtype).float(), normal(2, 5, 4, 96).to(dtype).float()):
+        turned = kernels.ops.rotate(x, table(2, 5, 32), kernels)
+        qdq = {"fp8": qdq_fp8, "fp4_ue8m0": qdq_fp4_ue8m0, "fp4_e4m3": qdq_fp4_e4m3}[form]
+        assert torch.equal(kernels.ops.rotate_and_quantise(x, table(2, 5, 32), form, kernels), qdq(turned))
+
+
+@DTYPES
 def test_rows(dtype):
     """Norm, rotary embedding, both collapses, expansion, pooling, the engram's gate and SwiGLU of two short sequences."""
     plain, kernels = pair(dtype)
@@ -128,7 +140,6 @@ def test_rows(dtype):
     for x in (y, streams):
         check("rotate", x, table(2, 5, 32))
         check("rotate", x, table(2, 5, 32), back=True)
-    check("rotate_and_quantise", y, table(2, 5, 32))
     check("collapse", streams, pre, weight, 1e-20)
     check("weighted_sum", streams, pre)
     check("expand", y, streams, pre, comb)
@@ -169,6 +180,7 @@ def test_candidate_blocks(blocks):
 def test_constants():
     """Those that the operations repeat, for they need no nki."""
     assert (nki_launch.PARTITIONS, nki_launch.BANK) == (split.PARTITIONS, split.BANK)
+    assert nki_row_ops.DECODE_ROWS == 2 * fold.DECODE_ROWS
     assert nki_attention_ops.HIDDEN == sparse_attention.HIDDEN
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary kernel, forth and back and with the QDQ of window KV, against rope.rotate and formats.qdq_fp8."""
+"""The rotary kernel, forth and back and with the QDQ of what is cached, against rope.rotate and formats."""
 
+import numpy as np
 import pytest
 import torch
 from comparing import CORES, DTYPES, arithmetic, array, close, normal
 from nki_emulator import lint, real_nki, run
 from torch import Tensor
 
-from modeling_deepseek_v41 import rope
-from modeling_deepseek_v41.formats import qdq_fp8
+from modeling_deepseek_v41 import formats, rope
 from modeling_deepseek_v41.kernels.nki import rotate as module
 
 
@@ -40,15 +40,28 @@ def test_rotate(tokens, heads, dim, rotary, back, dtype, cores):
     close(found, rope.rotate(x.float()[None], table[None], arithmetic(dtype), back)[0], dtype)
 
 
+FORMS = {"fp8": formats.qdq_fp8, "fp4_ue8m0": formats.qdq_fp4_ue8m0, "fp4_e4m3": formats.qdq_fp4_e4m3}
+
+
 @CORES
 @pytest.mark.parametrize("tokens", [1, 6, 7, 128, 131])
-@pytest.mark.parametrize(("heads", "dim"), [(1, 512), (2, 96), (1, 64)])
-def test_quantised(heads, dim, tokens, cores):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 512), (2, 96), (1, 64), (32, 128)])
+def test_quantised(heads, dim, form, tokens, cores):
     """The QDQ of the kernel's own rotation, to the bit."""
     x, table = normal(tokens, heads, dim).bfloat16(), table_of(tokens, 64)
     plain = run(module.rotate, array(x), array(table), cores=cores).outputs
-    found = run(module.rotate, array(x), array(table), quantize=True, cores=cores).outputs
-    assert torch.equal(torch.from_numpy(found.astype("f4")), qdq_fp8(torch.from_numpy(plain.astype("f4"))))
+    found = run(module.rotate, array(x), array(table), quantize=True, form=form, cores=cores).outputs
+    assert torch.equal(torch.from_numpy(found.astype("f4")), FORMS[form](torch.from_numpy(plain.astype("f4"))))
+
+
+@CORES
+@pytest.mark.parametrize("tokens", [1, 6, 7, 131])
+def test_both(tokens, cores):
+    q, kv, table = normal(tokens, 8, 96).bfloat16(), normal(tokens, 1, 96, seed=1).bfloat16(), array(table_of(tokens, 64))
+    found_q, found_kv = run(module.rotate_both, array(q), array(kv), table, cores=cores).outputs
+    np.testing.assert_array_equal(found_q, run(module.rotate, array(q), table, cores=cores).outputs)
+    np.testing.assert_array_equal(found_kv, run(module.rotate, array(kv), table, quantize=True, cores=cores).outputs)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +73,8 @@ def test_quantised(heads, dim, tokens, cores):
         (normal(2, 1, 8), normal(2, 2, 7), {}, r"table \(2, 2, 7\): an even number"),
         (normal(2, 1, 64), normal(2, 2, 8), {"quantize": True}, "x is float32"),
         (normal(2, 1, 48).bfloat16(), normal(2, 2, 8), {"quantize": True}, r"x \(2, 1, 48\), columns no multiple of 32"),
+        (normal(2, 1, 40).bfloat16(), normal(2, 2, 8), {"quantize": True, "form": "fp4_e4m3"}, "columns no multiple of 16"),
+        (normal(2, 1, 64), normal(2, 2, 8), {"form": "fp4"}, "form fp4: expected fp8, fp4_ue8m0 or fp4_e4m3"),
         (normal(1, 1, 2050), normal(1, 2, 8), {}, r"x \(1, 1, 2050\): at most 2048"),
     ],
 )
@@ -72,10 +87,19 @@ def test_refusals(x, table, options, text):
 def test_cost():
     plain = {"dma_copy": 3, "memset": 2, "tensor_tensor": 4}
     with_qdq = {"scalar_tensor_tensor": 2, "tensor_reduce": 1, "tensor_scalar": 6, "tensor_tensor": 5}
-    for heads, options, counts, critical in ((8, {}, plain, 5.2), (1, {"quantize": True}, plain | with_qdq, 6.5)):
-        trace = run(module.rotate, array(normal(6, heads, 512).bfloat16()), array(table_of(6, 64)), cores=2, **options).trace
-        assert trace.counts(0) == counts
+    table = array(table_of(6, 64))
+    for heads, dim, options, counts, critical in (
+        (8, 512, {}, plain, 5.2),
+        (1, 512, {"quantize": True}, plain | with_qdq, 6.5),
+        (1, 512, {"quantize": True, "form": "fp4_e4m3"}, None, 7.8),
+        (32, 128, {"quantize": True, "form": "fp4_ue8m0"}, None, 8.2),
+    ):
+        trace = run(module.rotate, array(normal(6, heads, dim).bfloat16()), table, cores=2, **options).trace
+        assert counts is None or trace.counts(0) == counts
         assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
+    both = array(normal(6, 8, 512).bfloat16()), array(normal(6, 1, 512).bfloat16())
+    trace = run(module.rotate_both, *both, table, cores=2).trace
+    assert trace.critical_path_us() == pytest.approx(9.5, abs=0.06)
 
 
 def test_lint():

@@ -37,9 +37,6 @@ READ_ACCUMULATOR = 64
 GPSIMD_TENSOR_TENSOR = 2
 """[A] cycles per element, as for two inputs on VectorE."""
 
-PARTITION_REDUCE = 16
-"""[A] cycles per element of a reduction over partitions on GpSimd."""
-
 DMA_FIXED_US = 2.0
 """[D] nki-dma-bandwidth-guide.rst gives 1.3 us from semaphore to start; about 2 us per DMA with setup and completion."""
 
@@ -49,9 +46,6 @@ DMA_BYTES_PER_US = 362_500.0
 DMA_RUN_OVERHEAD = 512
 """[A] bytes that a descriptor costs beside its payload: 89 % of the peak at 4 KiB, 80 % at 2 KiB, 33 % at 256 B. The guide
 gives the shape only (saturated from 4 KiB, near it from 2 KiB, a small fraction below 256 B)."""
-
-DMA_TRANSPOSE_HBM, DMA_TRANSPOSE_SBUF = 0.9, 0.5
-"""[D] trainium2_arch.rst, DMA Transpose: share of the copy bandwidth, from HBM and from SBUF."""
 
 SWDGE_CYCLES_PER_ROW = 8
 """[A] GpSimd cycles per descriptor that a gather or scatter generates; the documentation says that it takes GpSimd's time."""

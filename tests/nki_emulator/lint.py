@@ -18,22 +18,9 @@ ACCEPTED = (
     ast.withitem,
 )  # fmt: skip
 BUILTINS = {
-    "abs",
-    "dict",
-    "divmod",
-    "float",
-    "int",
-    "isinstance",
-    "len",
-    "list",
-    "max",
-    "min",
-    "print",
-    "range",
-    "slice",
-    "str",
-    "tuple",
-}
+    "abs", "dict", "divmod", "float", "int", "isinstance", "len", "list", "max", "min", "print", "range",
+    "slice", "str", "tuple",
+}  # fmt: skip
 REFUSED_MODULES = {"numpy", "torch", "math", "functools", "itertools", "ml_dtypes", "os", "sys", "dataclasses"}
 REASONS = {
     ast.Lambda: "a lambda; define a function",

@@ -10,10 +10,8 @@ ISA = {
     "affine_select": "dst, pattern, channel_multiplier, on_true_tile, on_false_value, cmp_op=equal, offset=0, name=None",
     "core_barrier": "data, cores, engine=engine.gpsimd, name=None",
     "dma_copy": "dst, src, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, engine=engine.unknown, name=None",
-    "dma_transpose": "dst, src, axes=None, priority=None, dge_mode=dge_mode.unknown, oob_mode=oob_mode.error, name=None",
     "get_nc_version": "",
     "iota": "dst, pattern, offset=0, channel_multiplier=0, name=None",
-    "local_gather": "dst, src_buffer, index, num_elem_per_idx=1, num_valid_indices=None, name=None",
     "max8": "dst, src, name=None",
     "memset": "dst, value, engine=engine.unknown, name=None",
     "nc_find_index8": "dst, data, vals, name=None",
@@ -23,13 +21,8 @@ ISA = {
         "accumulate=None, tile_position=(), tile_size=(), perf_mode=matmul_perf_mode.none, name=None"
     ),
     "nc_n_gather": "dst, data, indices, name=None",
-    "nc_stream_shuffle": "dst, src, shuffle_mask, name=None",
     "nc_transpose": "dst, data, engine=engine.unknown, name=None",
     "nonzero_with_count": "dst, src, index_offset=0, padding_val=-1, name=None",
-    "range_select": (
-        "dst, on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=reduce_cmd.reset_reduce, reduce_res=None, "
-        "reduce_op=maximum, range_start=0, on_false_value=..., name=None"
-    ),
     "reciprocal": "dst, data, name=None",
     "register_alloc": "x=None",
     "register_load": "dst, src",
@@ -43,7 +36,6 @@ ISA = {
     "sendrecv": "src, dst, send_to_rank, recv_from_rank, pipe_id, dma_engine=dma_engine.dma, name=None",
     "tensor_copy": "dst, src, engine=engine.unknown, name=None",
     "tensor_copy_predicated": "dst, src, predicate, reverse_pred=False, name=None",
-    "tensor_partition_reduce": "dst, op, data, name=None",
     "tensor_reduce": "dst, op, data, axis, negate=False, keepdims=False, name=None",
     "tensor_scalar": (
         "dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, engine=engine.unknown, name=None"
@@ -55,7 +47,6 @@ ISA = {
     ),
     "tensor_tensor": "dst, data1, data2, op, engine=engine.unknown, name=None",
     "tensor_tensor_scan": "dst, data0, data1, initial, op0, op1, reverse0=False, reverse1=False, name=None",
-    "topk": "val_dst, idx_dst, src, n, name=None",
 }
 
 LANGUAGE = {

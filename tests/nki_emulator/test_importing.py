@@ -12,10 +12,10 @@ from . import load_kernel, real_nki, run
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def in_new_process(folder, code):
+def in_new_process(folder, code, timeout=60):
     """Run code with ``folder`` and the tests on the path; (exit code, output)."""
     start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(TESTS)!r}]\n"
-    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, timeout=timeout)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -38,6 +38,27 @@ def test_run_simulates_with_an_installed_package(tmp_path):
     package(tmp_path, __init__=simulate, isa="", language="")
     code = "import nki_emulator as e, nki\nprint(e.run(nki.jit(lambda x: x + 1), 4, cores=2))"
     assert in_new_process(tmp_path, code) == (0, "Result(outputs=(2, 5), trace=None)\n")
+
+
+STAND_IN = """
+from nki_emulator.kernel import Kernel
+class jit:
+    def __init__(self, function, cores=1): self.function, self.cores, self.__name__ = function, cores, function.__name__
+    def __getitem__(self, cores): return jit(self.function, cores)
+def simulate(kernel): return lambda *a, **k: Kernel(kernel.function, kernel.cores, kernel.cores > 1).launch(a, k).outputs
+"""
+
+
+@pytest.mark.slow
+def test_kernel_tests_run_with_an_installed_package(tmp_path):
+    """A package nki that is not the emulator, but computes as it does: kernels match, traces are skipped, refusals are seen."""
+    names = {name: f"from nki_emulator.{name} import *\n" for name in ("isa", "language")}
+    package(tmp_path, __init__=STAND_IN, **names)
+    chosen = "test_a_row_of_zeros or test_refusals or test_cost or test_lint"
+    file = str(TESTS / "kernels_nki" / "test_rms_norm.py")
+    code = f"import pytest; pytest.main(['-qrs', '-p', 'no:cacheprovider', {file!r}, '-k', {chosen!r}])"
+    _, text = in_new_process(tmp_path, code, 600)
+    assert "4 passed, 1 skipped" in text and "real nki gives no trace" in text, text
 
 
 def test_a_placeholder_is_refused(tmp_path):

@@ -220,18 +220,6 @@ def test_predicated_copies():
     np.testing.assert_array_equal(selected, np.where(predicate, -1, x))
 
 
-def test_range_select():
-    """The NumPy equivalent of its docstring."""
-    x, low, high = normal(4, 16), np.float32([[0], [3], [5], [16]]), np.float32([[4], [9], [16], [16]])
-
-    def body(dst, tile, a, b):
-        best = nl.ndarray((4, 1), nl.float32)
-        nisa.range_select(dst, tile, nl.greater_equal, nl.less, a, b, reduce_res=best)
-
-    inside = (np.arange(16) >= low) & (np.arange(16) < high)
-    np.testing.assert_array_equal(on_device(body, x, low, high, shape=(4, 16)), np.where(inside, x, np.finfo(np.float32).min))
-
-
 def test_scans():
     x = normal(8, 33)
     ones = np.ones_like(x)
@@ -275,27 +263,6 @@ def test_nonzero_with_count():
     assert out[0].tolist() == [17, 18, 21, -1, -1, -1, -1, -1, 3]
     assert out[16].tolist() == [*range(16, 24), 8]
     assert (np.delete(out, [0, 16], 0) == 77).all()
-
-
-def test_topk_snake():
-    """42 values over 16 partitions, column by column; results ascend."""
-    x = rng.permutation(48).astype(np.float32).reshape(16, 3).astype(ml_dtypes.bfloat16)
-    snake = x.astype(np.float32).T.reshape(-1)[:42]
-
-    def body(dst, tile):
-        values = nl.ndarray((16, 8), nl.bfloat16)
-        nisa.topk(values, dst, tile, n=42)
-
-    out = on_device(body, x, shape=(16, 8), dtype="uint32")
-    assert (out == np.argsort(snake)[-8:]).all()
-
-
-def test_partition_reduce():
-    x = normal(128, 16)
-    total = on_device(lambda dst, a: nisa.tensor_partition_reduce(dst, nl.add, a), x, shape=(1, 16))
-    np.testing.assert_allclose(total, x.sum(0, keepdims=True), rtol=1e-4, atol=1e-5)
-    most = on_device(lambda dst, a: nisa.tensor_partition_reduce(dst, nl.maximum, a), x, shape=(1, 16))
-    np.testing.assert_array_equal(most, x.max(0, keepdims=True))
 
 
 def test_rounding_to_e4m3fn_by_fp32_operations():

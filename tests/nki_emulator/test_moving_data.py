@@ -10,29 +10,10 @@ from . import run
 from .on_device import normal, on_device, rng
 
 
-def test_dma_transpose():
-    x = rng.integers(0, 99, (16, 3, 64)).astype(np.float16)
-    out = on_device(lambda dst, tile: nisa.dma_transpose(dst, tile), x, shape=(64, 3, 16), dtype="float16")
-    np.testing.assert_array_equal(out, x.transpose(2, 1, 0))
-
-
-def test_gathers_inside_sbuf():
+def test_gather_inside_sbuf():
     x, index = normal(128, 64), rng.integers(0, 64, (128, 10)).astype(np.uint32)
     out = on_device(lambda dst, a, i: nisa.nc_n_gather(dst, a, i), x, index, shape=(128, 10))
     np.testing.assert_array_equal(out, np.take_along_axis(x, index.astype(np.int64), 1))
-    per_core = np.tile(rng.integers(0, 16, (16, 4)).astype(np.uint16) * 4, (8, 1))
-    out = on_device(lambda dst, a, i: nisa.local_gather(dst, a, i, 4, 64), x, per_core, shape=(128, 256))
-    order = per_core[:16].T.reshape(-1).astype(int)
-    np.testing.assert_array_equal(out, x[:, (order[:, None] + np.arange(4)).reshape(-1)])
-
-
-def test_stream_shuffle():
-    x = normal(64, 8)
-    mask = [(i - 1) % 32 for i in range(32)]
-    out = on_device(lambda dst, a: nisa.nc_stream_shuffle(dst, a, mask), x, shape=(64, 8))
-    np.testing.assert_array_equal(out, np.concatenate([np.roll(x[:32], 1, 0), np.roll(x[32:], 1, 0)]))
-    one = on_device(lambda dst, a: nisa.nc_stream_shuffle(dst, a, [0] * 32), x[:1], shape=(32, 8))
-    np.testing.assert_array_equal(one, np.repeat(x[:1], 32, 0))
 
 
 def test_gather_and_scatter_rows():
@@ -118,19 +99,3 @@ def test_registers_store():
         nisa.tensor_scalar(dst, dst, nl.add, 1.0)
 
     assert on_device(body, shape=(1, 1), dtype="int32").tolist() == [[42]]
-
-
-def test_gathered_transpose():
-    """The example of dma_transpose's docstring."""
-
-    @nki.jit
-    def kernel(source, indices):
-        index = nl.load(indices)
-        tile = nl.ndarray((64, 32), source.dtype)
-        nisa.dma_transpose(dst=tile, src=source.ap([[64, 32], [1, 64]], vector_offset=index), axes=(1, 0))
-        out = nl.ndarray((64, 32), source.dtype, buffer=nl.shared_hbm)
-        nisa.dma_copy(dst=out, src=tile)
-        return out
-
-    x, index = normal(100, 64).astype(np.float16), rng.permutation(100)[:32, None].astype(np.uint32)
-    np.testing.assert_array_equal(run(kernel, x, index).outputs, x[index[:, 0]].T)

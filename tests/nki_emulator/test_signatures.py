@@ -35,7 +35,7 @@ def default(value) -> str:
 
 @pytest.mark.parametrize("name", sorted(ISA))
 def test_instruction(name):
-    expected = ISA[name].replace("on_false_value=...", f"on_false_value={-3.4028234663852886e38!r}")
+    expected = ISA[name]
     assert text(getattr(nisa, name)) == expected
 
 

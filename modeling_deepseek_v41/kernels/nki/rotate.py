@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary embedding of a row's last columns, forth or back, with the QDQ of window KV in the same pass."""
+"""The rotary embedding of a row's last columns, forth or back, with the QDQ of what is cached in the same pass."""
 
 import nki
 import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
+from .cache_qdq import COMPRESSED_GROUP, INDEX_GROUP, qdq_fp4
 from .fold import folded, load
 from .split import PARTITIONS, core_share, tiles
 
 MOST_COLUMNS = 2048
 """Of a part: what the QDQ has room for."""
+GROUPS = {"fp8": GROUP, "fp4_ue8m0": INDEX_GROUP, "fp4_e4m3": COMPRESSED_GROUP}
+"""Columns with a scale."""
 
 
 @nki.jit
-def rotate(x: nl.NkiTensor, table: nl.NkiTensor, back: bool = False, quantize: bool = False) -> nl.NkiTensor:
-    """x with its last R columns rotated by the row's angles, rounded; then through the activation QDQ where ``quantize``.
+def rotate(x: nl.NkiTensor, table: nl.NkiTensor, back: bool = False, quantize: bool = False, form: str = "fp8") -> nl.NkiTensor:
+    """x with its last R columns rotated by the row's angles, rounded; then through the QDQ ``form`` where ``quantize``.
 
     Dimensions:
         T: tokens, any number. H: heads, 1 to 128. D: columns; R of them rotate. J: parts of a row, each R columns or more.
@@ -23,44 +26,95 @@ def rotate(x: nl.NkiTensor, table: nl.NkiTensor, back: bool = False, quantize: b
     Args:
         x [T, H, D] bf16 or fp32 @ HBM. table [T, 2, R] fp32 @ HBM: a token's row of rope.rope_table.
         back: by the conjugate angles, as the attention's output is.
-        quantize: as window KV is cached; D is a multiple of 32, x bf16.
+        quantize: as it is cached, x bf16. form: fp8 for window KV, fp4_e4m3 for compressed KV, fp4_ue8m0 for index keys and
+        queries; D is a multiple of 32 (fp4_e4m3: 16).
 
     Returns:
         [T, H, D] of x's dtype @ shared HBM.
 
     Notes:
-        Reference: rope.rotate, then formats.qdq_fp8 where ``quantize``. Each core has half of the tokens. A head's row lies on
-        J partitions; parts without rotary columns rotate by 0, so that every instruction works on all partitions.
+        Reference: rope.rotate, then formats.qdq_fp8, qdq_fp4_e4m3 or qdq_fp4_ue8m0 where ``quantize``. Each core has half of
+        the tokens. A head's row lies on J partitions; parts without rotary columns rotate by 0, so that every instruction works
+        on all partitions. The QDQ in the same pass saves a load and a store, 4 us, of ``activation_qdq`` or ``cache_qdq``.
 
     Pseudocode:
         a, b = x[even], x[odd];  out = [a cos - b sin, b cos + a sin] on adjacent pairs;  out = qdq(round(out))
 
     Cost:
-        Per 128 partitions: 3 dma_copy, 2 memset, 4 VectorE instructions over R columns; 8 and 2 ScalarE ones for the QDQ.
-        Predicted for 6 tokens, two cores: 8 heads of 512 (q) 5.2 us; 1 of 512 with QDQ (kv) 6.5 us.
+        Per 128 partitions: 3 dma_copy, 2 memset, 4 VectorE instructions over R columns; for the QDQ 8 VectorE and 2 ScalarE
+        ones (fp8), 12 (fp4_ue8m0) or 19 (fp4_e4m3) VectorE ones. Predicted for 6 tokens, two cores: 8 heads of 512 (q) 5.2 us;
+        1 of 512 with QDQ in fp8 (window KV) 6.5 us, in fp4_e4m3 (compressed KV) 7.8 us; 32 of 128 in fp4_ue8m0 (index queries)
+        8.2 us.
     """
+    check(x, table, quantize, form)
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    turn_tokens(out, x, table, back, quantize, form)
+    return out
+
+
+@nki.jit
+def rotate_both(q: nl.NkiTensor, kv: nl.NkiTensor, table: nl.NkiTensor) -> tuple[nl.NkiTensor, nl.NkiTensor]:
+    """Queries rotated, and window KV rotated and quantised as it is cached, in one launch.
+
+    Dimensions:
+        T: tokens, any number. H: heads, 1 to 128. D: columns, a multiple of 32; R of them rotate.
+
+    Args:
+        q [T, H, D], kv [T, 1, D] bf16 @ HBM. table [T, 2, R] fp32 @ HBM: a token's row of rope.rope_table.
+
+    Returns:
+        Two tensors of the inputs' shapes, bf16 @ shared HBM.
+
+    Notes:
+        Bit for bit ``rotate(q, table)`` and ``rotate(kv, table, quantize=True)``.
+
+    Pseudocode:
+        q = rotate(q);  kv = qdq_fp8(rotate(kv))
+
+    Cost:
+        The instructions of both. Predicted for 6 tokens of 8 heads of 512, two cores: 9.5 us, 11.7 in two launches.
+    """
+    check(q, table, False, "fp8")
+    check(kv, table, True, "fp8")
+    turned_q = nl.ndarray(q.shape, q.dtype, buffer=nl.shared_hbm)
+    turned_kv = nl.ndarray(kv.shape, kv.dtype, buffer=nl.shared_hbm)
+    turn_tokens(turned_kv, kv, table, False, True, "fp8")
+    turn_tokens(turned_q, q, table, False, False, "fp8")
+    return turned_q, turned_kv
+
+
+def check(x: nl.NkiTensor, table: nl.NkiTensor, quantize: bool, form: str) -> None:
+    """Refuses shapes and dtypes that do not fit."""
     tokens, heads, dim = x.shape
     rotary = table.shape[2]
     assert table.shape == (tokens, 2, rotary), f"table {table.shape}, expected {(tokens, 2, rotary)}"
     assert heads <= PARTITIONS, f"x {x.shape}: at most {PARTITIONS} heads"
     assert rotary % 2 == 0 and rotary <= dim, f"table {table.shape}: an even number of columns, at most {dim}"
-    assert not quantize or x.dtype == nl.bfloat16, f"quantize: x is {x.dtype}, expected bfloat16"
-    assert not quantize or dim % GROUP == 0, f"quantize: x {x.shape}, columns no multiple of {GROUP}"
     assert dim <= MOST_COLUMNS, f"x {x.shape}: at most {MOST_COLUMNS} columns"
-    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+    assert form in GROUPS, f"form {form}: expected fp8, fp4_ue8m0 or fp4_e4m3"
+    assert not quantize or x.dtype == nl.bfloat16, f"quantize: x is {x.dtype}, expected bfloat16"
+    assert not quantize or dim % GROUPS[form] == 0, f"quantize: x {x.shape}, columns no multiple of {GROUPS[form]}"
+
+
+def turn_tokens(out: nl.NkiTensor, x: nl.NkiTensor, table: nl.NkiTensor, back: bool, quantize: bool, form: str) -> None:
+    """``rotate`` of this core's tokens of x [T, H, D] to out, both @ HBM."""
+    tokens, heads, dim = x.shape
+    rotary, unit = table.shape[2], GROUPS[form] if quantize else 1
     first, mine = core_share(tokens)
     for start, count in tiles(mine, PARTITIONS // heads):
         start += first
         end, rows = start + count, count * heads
-        parts = parts_of(rows, dim, rotary, GROUP if quantize else 1)
+        parts = parts_of(rows, dim, rotary, unit)
         x_sb = load(x[start:end].flatten_dims(0, 1), parts)
         angles = table[start:end].expand_dim(1).broadcast(1, heads)
         turn_pairs(x_sb[:, dim // parts - rotary : dim // parts], load_angles(angles, rows, parts), back)
         if quantize:
-            groups = x_sb.reshape_dim(1, (dim // parts // GROUP, GROUP))
-            qdq(groups, groups)
+            groups = x_sb.reshape_dim(1, (dim // parts // unit, unit))
+            if form == "fp8":
+                qdq(groups, groups)
+            else:
+                qdq_fp4(groups, form)
         nisa.dma_copy(dst=folded(out[start:end].flatten_dims(0, 1), parts), src=x_sb)
-    return out
 
 
 def parts_of(rows: int, dim: int, rotary: int, unit: int) -> int:

@@ -32,10 +32,10 @@ def round_to_grid(
     dst: nl.NkiTensor, x: nl.NkiTensor, floor: nl.NkiTensor, power: nl.NkiTensor, exponent: nl.NkiTensor, total: nl.NkiTensor,
     magic: float = MAGIC,
 ) -> None:  # fmt: skip
-    """dst = x rounded at max(x's exponent, floor): 4 VectorE instructions, each zero positive.
+    """dst = x rounded at max(x's exponent, floor), to the fraction bits of ``magic``: 4 VectorE instructions, zeros positive.
 
     All of one shape. x bf16 or fp32, |x| below 2^107; floor fp32, in SBUF or PSUM; work tiles @ SBUF: ``power`` of x's dtype,
-    ``exponent`` and ``total`` fp32. ``magic``: 1.5 * 2^(23 - fraction bits).
+    ``exponent`` and ``total`` fp32.
     """
     bits, mask = (nl.int16, EXPONENT16) if x.dtype == nl.bfloat16 else (nl.int32, EXPONENT32)
     nisa.tensor_scalar(dst=power.view(bits), data=x.view(bits), op0=nl.bitwise_and, operand0=mask)

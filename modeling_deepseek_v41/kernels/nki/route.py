@@ -13,7 +13,7 @@ MOST_EXPERTS = 2048
 LOWEST = -3.4028234663852886e38
 """The least finite value: what fills up, and what was found."""
 SERIES_BELOW = -3.5
-"""Logits from where on log1p(e), e = exp(logit) < 0.031, is its series of four terms, within 2e-7; 1 + e loses e's bits."""
+"""Logits from where on log1p(e), e = exp(logit) < 0.031, is its series of four terms, to 2e-7; 1 + e would lose e's bits."""
 LEAST = 2.0**-100
 """Of what a square root is taken: its range on the device."""
 

@@ -7,7 +7,7 @@ from ..enums import dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, 
 from ..rules import RuleError as NkiValidationError
 from ..tensor import Register as VirtualRegister
 from .control import core_barrier, register_alloc, register_load, register_move, register_store, sendrecv
-from .dma import dma_copy, dma_transpose
+from .dma import dma_copy
 from .elementwise import (
     memset,
     reciprocal,
@@ -17,29 +17,28 @@ from .elementwise import (
     tensor_scalar,
     tensor_tensor,
 )
-from .gpsimd import affine_select, iota, local_gather, nc_n_gather, nonzero_with_count, tensor_partition_reduce, topk
+from .gpsimd import affine_select, iota, nc_n_gather, nonzero_with_count
 from .reduction import (
     activation,
     activation_reduce,
-    range_select,
     select_reduce,
     tensor_reduce,
     tensor_scalar_cumulative,
     tensor_scalar_reduce,
     tensor_tensor_scan,
 )
-from .search import max8, nc_find_index8, nc_match_replace8, nc_stream_shuffle
+from .search import max8, nc_find_index8, nc_match_replace8
 from .tensor_engine import nc_matmul, nc_transpose
 
 tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engine.scalar
 gpsimd_engine, unknown_engine = engine.gpsimd, engine.unknown
 
 INSTRUCTIONS = (
-    activation, activation_reduce, affine_select, core_barrier, dma_copy, dma_transpose, iota, local_gather, max8, memset,
-    nc_find_index8, nc_match_replace8, nc_matmul, nc_n_gather, nc_stream_shuffle, nc_transpose, nonzero_with_count,
-    range_select, reciprocal, register_alloc, register_load, register_move, register_store, scalar_tensor_tensor,
-    select_reduce, sendrecv, tensor_copy, tensor_copy_predicated, tensor_partition_reduce, tensor_reduce, tensor_scalar,
-    tensor_scalar_cumulative, tensor_scalar_reduce, tensor_tensor, tensor_tensor_scan, topk,
+    activation, activation_reduce, affine_select, core_barrier, dma_copy, iota, max8, memset,
+    nc_find_index8, nc_match_replace8, nc_matmul, nc_n_gather, nc_transpose, nonzero_with_count,
+    reciprocal, register_alloc, register_load, register_move, register_store, scalar_tensor_tensor,
+    select_reduce, sendrecv, tensor_copy, tensor_copy_predicated, tensor_reduce, tensor_scalar,
+    tensor_scalar_cumulative, tensor_scalar_reduce, tensor_tensor, tensor_tensor_scan,
 )  # fmt: skip
 """Every instruction of the emulator."""
 

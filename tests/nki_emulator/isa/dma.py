@@ -44,30 +44,6 @@ def dma_copy(
     )
 
 
-@instruction
-def dma_transpose(dst, src, axes=None, priority=None, dge_mode=dge_modes.unknown, oob_mode=oob_modes.error, name=None) -> None:
-    """dst = src with its first and last dimension exchanged: (1, 0), (2, 1, 0) or (3, 1, 2, 0)."""
-    _check(dst, src, priority, dge_mode)
-    order = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}.get(src.ndim)
-    if order is None or (axes is not None and tuple(axes) != order):
-        fail("argument", "axes", f"{axes} of {src!r}, expected {order}")
-    if dst.shape != tuple(src.shape[axis] for axis in order):
-        fail("shape", "dst", f"{dst!r}, expected {[src.shape[axis] for axis in order]}")
-    if dst.dtype != src.dtype or SIZE[src.dtype] not in (2, 4):
-        fail("dtype-operand", "src", f"{src!r} to {dst!r}, expected one dtype of 2 or 4 bytes")
-    if src.shape[-1] > 128:
-        fail("argument", "src", f"{src!r}: the last dimension is at most 128")
-    indirect = src.dynamic is not None and src.dynamic.rows
-    if indirect and (SIZE[src.dtype] != 2 or src.shape[0] % 16):
-        fail("argument", "src", f"{src!r}: a gathered transpose takes 2-byte rows in multiples of 16")
-    write(dst, read(src, "src").transpose(order))
-    nbytes = src.size * SIZE[src.dtype]
-    share = costs.DMA_TRANSPOSE_SBUF if src.on_chip else costs.DMA_TRANSPOSE_HBM
-    after = [_descriptors(src)] if indirect else []
-    us = nbytes / (costs.DMA_BYTES_PER_US * share)
-    record("dma", us=us, latency_us=costs.DMA_FIXED_US, nbytes=nbytes, reads=[src], writes=[dst], after=after)
-
-
 def _descriptors(tensor: NkiTensor) -> int:
     """Records that GpSimd reads the index of ``tensor`` and writes a descriptor per row, before the transfer."""
     cycles = costs.SWDGE_CYCLES_PER_ROW * tensor.shape[0]

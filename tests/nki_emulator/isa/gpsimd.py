@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GpSimd: affine patterns, gathers inside SBUF, positions of nonzeros, top-k, reduction over partitions."""
+"""GpSimd: affine patterns, gathers inside SBUF, positions of nonzeros."""
 
 import math
 
 import numpy as np
 
-from .. import costs
-from ..access import copy_values, read, read_float32, read_rows, write, write_float32
+from ..access import copy_values, read, read_rows, write
 from ..dtypes import INTEGERS, NUMPY, from_float32
 from ..machine import instruction, record
 from ..memory import SBUF
@@ -81,30 +80,6 @@ def nc_n_gather(dst, data, indices, name=None) -> None:
 
 
 @instruction
-def local_gather(dst, src_buffer, index, num_elem_per_idx=1, num_valid_indices=None, name=None) -> None:
-    """Each GpSimd core gathers from its 16 partitions at the positions in its 16 partitions of ``index``, column by column."""
-    for label, one in (("dst", dst), ("src_buffer", src_buffer), ("index", index)):
-        tile(label, one, (SBUF,))
-    if src_buffer.shape[0] != index.shape[0] or index.shape[0] % 16 or dst.shape[0] != index.shape[0]:
-        fail("shape", "index", f"{index!r} with {src_buffer!r} and {dst!r}: equal partitions, a multiple of 16")
-    if index.dtype != "uint16" or dst.dtype != src_buffer.dtype or num_elem_per_idx not in (1, 2, 4, 8, 16, 32):
-        fail("argument", "index, num_elem_per_idx", f"{index!r}, {num_elem_per_idx}: uint16, and 1, 2, 4, 8, 16 or 32")
-    count = index.free * 16 if num_valid_indices is None else num_valid_indices
-    if count > min(4096, index.free * 16) or dst.free != count * num_elem_per_idx:
-        fail("argument", "num_valid_indices", f"{count}: at most 4096, and dst of {count * num_elem_per_idx} elements")
-    source, wanted = read_rows(src_buffer, "src_buffer"), read_rows(index, "index")
-    result = np.empty((dst.shape[0], dst.free), source.dtype)
-    for first in range(0, dst.shape[0], 16):
-        starts = wanted[first : first + 16].T.reshape(-1)[:count].astype(np.int64)
-        columns = (starts[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
-        if columns.max() >= source.shape[1]:
-            fail("indirect-bounds", "index", f"{columns.max()} of {source.shape[1]} elements per partition")
-        result[first : first + 16] = source[first : first + 16, columns]
-    write(dst, result)
-    record("gpsimd", dst.free, reads=[src_buffer, index], writes=[dst])
-
-
-@instruction
 def nonzero_with_count(dst, src, index_offset=0, padding_val=-1, name=None) -> None:
     """Of partitions 0, 16, .., 112: positions of nonzeros plus index_offset, then padding, then their count."""
     tile("dst", dst, (SBUF,))
@@ -120,42 +95,3 @@ def nonzero_with_count(dst, src, index_offset=0, padding_val=-1, name=None) -> N
         line[-1] = found.size
         write(dst[row : row + 1], line)
     record("gpsimd", src.free, reads=[src], writes=[dst])
-
-
-@instruction
-def topk(val_dst, idx_dst, src, n, name=None) -> None:
-    """The K largest bf16 values of each 16-partition snake of n values, ascending, with their positions.
-
-    Each snake's result is written to its 16 partitions. Equal values: the documentation gives no order; here the lower position
-    counts as larger.
-    """
-    for label, one, dtype in (("val_dst", val_dst, "bfloat16"), ("idx_dst", idx_dst, "uint32"), ("src", src, "bfloat16")):
-        tile(label, one, (SBUF,))
-        if one.dtype != dtype or one.shape[0] != src.shape[0] or one.ndim != 2:
-            fail("dtype-operand", label, f"{one!r}, expected {dtype} [{src.shape[0]}, ..]")
-    k = val_dst.free
-    if src.shape[0] % 16 or not 8 <= n < 65536 or not 1 <= k < 32768 or k > n or src.free * 16 < n or idx_dst.free != k:
-        fail("argument", "n", f"n={n}, k={k}, src {src!r}")
-    values = read_float32(src, "src")
-    best, positions = np.empty((src.shape[0], k), np.float32), np.empty((src.shape[0], k), np.uint32)
-    for first in range(0, src.shape[0], 16):
-        snake = values[first : first + 16].T.reshape(-1)[:n]
-        chosen = np.argsort(-snake, kind="stable")[:k][::-1]
-        best[first : first + 16], positions[first : first + 16] = snake[chosen], chosen
-    write_float32(val_dst, best)
-    write(idx_dst, positions)
-    record("gpsimd", 4 * n + k, reads=[src], writes=[val_dst, idx_dst])
-
-
-@instruction
-def tensor_partition_reduce(dst, op, data, name=None) -> None:
-    """dst[0, :] = reduction of data over its partitions: nl.add or nl.maximum."""
-    tile("dst", dst, (SBUF,))
-    tile("data", data, (SBUF,))
-    if not isinstance(op, Operator) or op.name not in ("add", "maximum"):
-        fail("operator", "op", f"{op!r}, expected nl.add or nl.maximum")
-    if (dst.shape[0], dst.free) != (1, data.free):
-        fail("shape", "dst", f"{dst!r}, expected [1, {data.free}]")
-    values = read_float32(data, "data")
-    write_float32(dst, (values.sum(0, dtype=np.float32) if op.name == "add" else values.max(0))[None])
-    record("gpsimd", costs.PARTITION_REDUCE * data.free, reads=[data], writes=[dst])

@@ -15,9 +15,6 @@ from ..operators import IDENTITY, OPERATORS, REDUCTIONS, Operator
 from ..rules import fail
 from .elementwise import apply
 
-FP32_MIN = float(np.finfo(np.float32).min)
-COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
-
 
 @instruction
 def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None) -> None:
@@ -174,37 +171,6 @@ def tensor_scalar_reduce(
     _vector_reduce(values, operator, reduce_cmd, reduce_init, reduce_res, -1.0 if reduce_res_negate else 1.0)
     cycles = vector_cycles(dst, data) + (costs.READ_ACCUMULATOR if reduce_res is not None else 0)
     _record_with_registers(cycles, [data, *tensors(operand0, reduce_init)], [dst, *tensors(reduce_res)])
-
-
-@instruction
-def range_select(
-    dst, on_true_tile, comp_op0, comp_op1, bound0, bound1, reduce_cmd=reduce_cmds.reset_reduce, reduce_res=None,
-    reduce_op=OPERATORS["maximum"],
-    range_start=0, on_false_value=FP32_MIN, name=None,
-) -> None:  # fmt: skip
-    """dst = on_true_tile where the position satisfies both bounds, else the least fp32; and its maximum."""
-    tile("dst", dst)
-    tile("on_true_tile", on_true_tile)
-    same_shape(dst, on_true_tile=on_true_tile)
-    for label, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):
-        if not isinstance(op, Operator) or op.name not in COMPARISONS:
-            fail("operator", label, repr(op))
-    if on_true_tile.dtype in INTEGERS:
-        fail("dtype-operand", "on_true_tile", f"{on_true_tile!r}, expected a float dtype")
-    if np.float32(on_false_value) != np.float32(FP32_MIN):
-        fail("argument", "on_false_value", f"{on_false_value}, expected the least fp32")
-    if range_start + on_true_tile.free > 1 << 24:
-        fail("argument", "range_start", f"positions up to {range_start + on_true_tile.free} are not exact in fp32")
-    positions = (range_start + np.arange(on_true_tile.free, dtype=np.float32))[None]
-    partitions = dst.shape[0]
-    inside = (comp_op0.function(positions, vector("bound0", bound0, partitions)) != 0) & (
-        comp_op1.function(positions, vector("bound1", bound1, partitions)) != 0
-    )
-    values = np.where(inside, read_float32(on_true_tile, "on_true_tile"), np.float32(FP32_MIN))
-    write_float32(dst, values)
-    _maximum(values, reduce_op, reduce_cmd, reduce_res)
-    cycles = vector_cycles(dst, on_true_tile)
-    _record_with_registers(cycles, [on_true_tile, *tensors(bound0, bound1)], [dst, *tensors(reduce_res)])
 
 
 @instruction

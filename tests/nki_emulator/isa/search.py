@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VectorE's search instructions for top-k by eights, and its shuffle of partitions."""
+"""VectorE's search instructions for top-k by eights."""
 
 import numpy as np
 
-from ..access import read_float32, read_rows, write, write_float32
+from ..access import read_float32, write, write_float32
 from ..dtypes import NUMPY
 from ..machine import instruction, record
 from ..operands import tile, vector_cycles
@@ -85,25 +85,3 @@ def nc_match_replace8(dst, data, vals, imm, dst_idx=None, name=None) -> None:
         write(dst_idx, _indices(found, dst_idx.dtype))
     writes = [dst] if dst_idx is None else [dst, dst_idx]
     record("vector", vector_cycles(data, data), reads=[data, vals], writes=writes)
-
-
-@instruction
-def nc_stream_shuffle(dst, src, shuffle_mask, name=None) -> None:
-    """dst partition i = src partition shuffle_mask[i], within each 32 partitions; 255 leaves dst as it is."""
-    tile("dst", dst)
-    tile("src", src)
-    if dst.dtype != src.dtype or dst.free != src.free:
-        fail("shape", "dst", f"{dst!r} against src {src!r}")
-    if len(shuffle_mask) != 32 or not all(isinstance(m, int | np.integer) and (0 <= m < 32 or m == 255) for m in shuffle_mask):
-        fail("argument", "shuffle_mask", "expected 32 integers, each 0 to 31 or 255")
-    values = read_rows(src, "src")
-    moved = np.zeros((dst.shape[0], dst.free), values.dtype)
-    chosen = np.zeros((dst.shape[0], dst.free), bool)
-    for row in range(dst.shape[0]):
-        source = row // 32 * 32 + shuffle_mask[row % 32]
-        if shuffle_mask[row % 32] != 255 and source >= values.shape[0]:
-            fail("bounds", "shuffle_mask", f"partition {source} of src {src!r}")
-        if shuffle_mask[row % 32] != 255:
-            moved[row], chosen[row] = values[source], True
-    write(dst, moved, mask=chosen)
-    record("vector", vector_cycles(dst, src), reads=[src, dst], writes=[dst])
