@@ -6,13 +6,9 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
-from .experts_stream import SMALL_EXCHANGE
-from .linear_stream import check, load_columns, pieces, project, store
+from .linear_stream import check, project, store, turned_rows
+from .low_rank import SLOTS, check_low, exchange, slot_sums, slot_tiles, turn_slots
 from .split import BANK, PARTITIONS, tiles
-
-SLOTS = BANK // PARTITIONS
-"""Tiles of 128 columns that lie beside each other on the partitions."""
-MOST_ROWS = PARTITIONS // SLOTS
 
 
 @nki.jit
@@ -36,9 +32,7 @@ def output_projection(
         [M, N] bf16 or, without ``rounds``, fp32 @ shared HBM.
 
     Notes:
-        Reference: rows.linear twice with formats.qdq_fp8 between. A core has half of wo_a's columns. Four tiles of 128 of them
-        lie on the partitions 32 apart: o meets them in stationary tiles that are zero for the other three, so that all add up
-        in one PSUM tile, and the QDQ works on 128 columns of 128 partitions, not on 512 of M.
+        Reference: rows.linear twice with formats.qdq_fp8 between. A core has half of wo_a's columns, in slots (low_rank.py).
 
     Pseudocode:
         l = qdq(round(o wo_a[own columns]));  l_t = [transpose(l), the other core's];  out[:, own columns] = round(l_t^T wo_b)
@@ -49,67 +43,25 @@ def output_projection(
         launches, which also store and load what is between.
     """
     rows, contraction = o.shape
-    cores, core = nl.num_programs(), nl.program_id()
-    share = low // cores
-    assert 1 <= rows <= MOST_ROWS, f"o {o.shape}: expected 1 to {MOST_ROWS} rows"
-    assert contraction % PARTITIONS == 0 and low % (PARTITIONS * cores) == 0, (
-        f"{contraction} x {low} on {cores} cores: expected multiples of {PARTITIONS} per core"
-    )
+    check_low(rows, contraction, low)
     assert o.dtype == nl.bfloat16 and wo_a.dtype == nl.bfloat16 and wo_b.dtype == nl.bfloat16, "bfloat16 only"
     check(o, wo_a, low, False)
     out = nl.ndarray((rows, columns), nl.bfloat16 if rounds else nl.float32, buffer=nl.shared_hbm)
-    l_t_sb = nl.ndarray((PARTITIONS, low // PARTITIONS, rows), nl.bfloat16, buffer=nl.sbuf)
+    cores, core = nl.num_programs(), nl.program_id()
+    share, k_tiles = low // cores, contraction // PARTITIONS
     each = share // PARTITIONS
+    l_t_sb = nl.ndarray((PARTITIONS, low // PARTITIONS, rows), nl.bfloat16, buffer=nl.sbuf)
     own = l_t_sb[:, core * each : (core + 1) * each]
-    stationary_sb = slot_tiles(o, min(SLOTS, each))
+    stationary_sb = slot_tiles(turned_rows(o, nl.bfloat16, False), min(SLOTS, each))
     for first, width in tiles(share, BANK):
-        stream = wo_a[core, :, contraction // PARTITIONS * first : contraction // PARTITIONS * (first + width)]
-        sums_psum = slot_sums(stationary_sb, stream, width)
+        sums_psum = slot_sums(stationary_sb, wo_a[core, :, k_tiles * first : k_tiles * (first + width)], width)
         l_sb = nl.ndarray(sums_psum.shape, nl.bfloat16, buffer=nl.sbuf)
         nisa.tensor_copy(dst=l_sb, src=sums_psum)
         if quantize:
             groups = l_sb.reshape_dim(1, (PARTITIONS // GROUP, GROUP))
             qdq(groups, groups)
-        slots = width // PARTITIONS
-        turned_psum = nl.ndarray((PARTITIONS, l_sb.shape[0]), nl.bfloat16, buffer=nl.psum)
-        nisa.nc_transpose(dst=turned_psum, data=l_sb)
-        turned = turned_psum.reshape_dim(1, (l_sb.shape[0] // MOST_ROWS, MOST_ROWS))[:, 0:slots, 0:rows]
-        nisa.tensor_copy(dst=own[:, first // PARTITIONS : first // PARTITIONS + slots], src=turned)
+        turn_slots(own[:, first // PARTITIONS : (first + width) // PARTITIONS], l_sb)
     if cores > 1:
-        other = 1 - core
-        received = l_t_sb[:, other * each : (other + 1) * each]
-        engine = nisa.dma_engine.gpsimd_dma if each * rows <= SMALL_EXCHANGE else nisa.dma_engine.dma
-        nisa.sendrecv(src=own, dst=received, send_to_rank=other, recv_from_rank=other, pipe_id=0, dma_engine=engine)
+        exchange(own, l_t_sb[:, (1 - core) * each : (2 - core) * each], 0)
     store(project(out, l_t_sb, wo_b, low))
     return out
-
-
-def slot_tiles(o: nl.NkiTensor, slots: int) -> nl.NkiTensor:
-    """[128, K / 128, slots, slots * 32] bf16 @ SBUF: o's columns at 32 s for slot s, else 0."""
-    rows, contraction = o.shape
-    k_tiles = contraction // PARTITIONS
-    stationary_sb = nl.ndarray((PARTITIONS, k_tiles, slots, slots * MOST_ROWS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=stationary_sb, value=0.0)
-    o_t_sb = nl.ndarray((PARTITIONS, k_tiles, rows), nl.bfloat16, buffer=nl.sbuf)
-    load_columns(o_t_sb, o, False)
-    for s in range(slots):
-        at = s * MOST_ROWS
-        engine = nisa.engine.vector if s % 2 == 0 else nisa.engine.scalar
-        nisa.tensor_copy(dst=stationary_sb[:, :, s, at : at + rows], src=o_t_sb, engine=engine)
-    return stationary_sb
-
-
-def slot_sums(stationary_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.NkiTensor:
-    """[slots * 32, 128] fp32 @ PSUM: at 32 s, n the product with column 128 s + n of stream [128, K / 128 width] @ HBM."""
-    _, k_tiles, _, across = stationary_sb.shape
-    sums_psum = nl.ndarray((across, PARTITIONS), nl.float32, buffer=nl.psum)
-    k = 0
-    for n in pieces(k_tiles, 2 * width, True):
-        weight_sb = nl.ndarray((PARTITIONS, n, width), nl.bfloat16, buffer=nl.sbuf)
-        nisa.dma_copy(dst=weight_sb, src=stream[:, k * width : (k + n) * width].reshape_dim(1, (n, width)))
-        for i in range(n):
-            for s in range(width // PARTITIONS):
-                moving = weight_sb[:, i, s * PARTITIONS : (s + 1) * PARTITIONS]
-                nisa.nc_matmul(dst=sums_psum, stationary=stationary_sb[:, k + i, s], moving=moving, accumulate=k + i + s > 0)
-        k += n
-    return sums_psum
