@@ -28,12 +28,20 @@ from modeling_deepseek_v41.nxdi.weights import load_strictly
 FOLDER, NEW = str(TINY / "ckpt"), 25
 
 
-def application(options: dict[str, Any], folder: str = FOLDER) -> NeuronDeepseekV41ForCausalLM:
+class WithoutQdq(DeepseekV41NeuronConfig):
+    """Arithmetic without any rounding of values that are cached."""
+
+    numerics_name = "fp32_no_qdq"
+
+
+def application(
+    options: dict[str, Any], folder: str = FOLDER, kind: type[DeepseekV41NeuronConfig] = DeepseekV41NeuronConfig
+) -> NeuronDeepseekV41ForCausalLM:
     """The application on ``folder`` with NeuronConfig's ``options``."""
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
     run = {"torch_dtype": "float32", "seq_len": 256, "max_context_length": 128} | options
-    config = DeepseekV41InferenceConfig(DeepseekV41NeuronConfig(**run), load_config=load_pretrained_config(folder))
+    config = DeepseekV41InferenceConfig(kind(**run), load_config=load_pretrained_config(folder))
     return NeuronDeepseekV41ForCausalLM(folder, config)
 
 
@@ -133,13 +141,17 @@ def execute(options: dict[str, Any], texts: list[list[int]]) -> dict[str, Any]:
         return {"tokens": generate_batch(model, texts, NEW)}
 
 
-def shards(options: dict[str, Any], work: str, text: list[int], new: list[int], folder: str = FOLDER) -> dict[str, Any]:
+def shards(
+    options: dict[str, Any], work: str, text: list[int], new: list[int], folder: str = FOLDER, qdq: bool = True
+) -> dict[str, Any]:
     """Writes the rank files, loads them strictly into every rank's module, and runs these together.
 
     Returns how the files differ from what the ranks read from the checkpoint, whether the written configuration is read
     back as it was, and the logits in front of every one of the tokens ``new`` behind ``text``, the same on all ranks.
+    ``qdq``: whether the caches' QDQ takes place.
     """
-    model = application(options | {"save_sharded_checkpoint": True, "output_logits": True}, folder)
+    kind = DeepseekV41NeuronConfig if qdq else WithoutQdq
+    model = application(options | {"save_sharded_checkpoint": True, "output_logits": True}, folder, kind)
     model.shard_weights(work)
     model.config.save(work)
     again = DeepseekV41InferenceConfig.load(work)
