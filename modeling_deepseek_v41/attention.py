@@ -11,7 +11,7 @@ from .config import ModelConfig
 from .indexer import Indexer
 from .linear import Linear, RMSNorm, frozen
 from .numerics import Arithmetic
-from .parallel import ColumnParallelLinear, Parallel, RowParallelLinear, own_part, place_of
+from .parallel import ColumnParallelLinear, Parallel, RowParallelLinear, place_of
 from .rope import rotate
 from .rows import PREFILL_TILE
 from .state import Call, State, windows
@@ -65,9 +65,7 @@ class Attention(nn.Module):
         """x = attn_norm(collapse(streams)) [B, T, d] to the sublayer's output [B, T, d] and the selection to hand on."""
         numerics = self.numerics
         table = rotary.compressed_rows if self.ratio else rotary.plain_rows
-        quantised = numerics.activation(x)
-        q, qr = self.queries(quantised)
-        kv = self.window_kv(quantised, table)
+        q, qr, kv = self.inputs(x, table)
         if self.compressor is not None and self.indexer is not None:
             latent, groups, complete = self.compressor(x, call, state)
             first = (groups * self.ratio).clamp_max(rotary.compressed.shape[0] - 1)
@@ -81,23 +79,21 @@ class Attention(nn.Module):
         state.write_ring(self.ring, kv)
         return self.output(o, call.rank), selection
 
-    def queries(self, quantised: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input after QDQ [B, T, d] to the rank's queries [B, T, h, D], not rotated, and qr after QDQ."""
-        qr = self.numerics.activation(self.q_norm(self.wq_a(quantised)))
-        return self.wq_b(qr).unflatten(-1, (self.heads, self.dim)), qr
+    def inputs(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, d] and rotary rows to the rank's queries [B, T, h, D], not rotated, their latent qr after QDQ, window KV."""
+        weights = self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight
+        q, qr, kv = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics)
+        return q.unflatten(-1, (self.heads, self.dim)), qr, self.window_kv(kv, table)
 
-    def window_kv(self, quantised: Tensor, table: Tensor) -> Tensor:
-        """The same input and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""
-        return self.numerics.rotated_window_kv(self.kv_norm(self.wkv(quantised)), table)
+    def window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
+        """wkv's result [B, T, D] and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""
+        return self.numerics.rotated_window_kv(self.kv_norm(kv), table)
 
     def output(self, o: Tensor, rank: Tensor) -> Tensor:
         """The rank's heads' values [B, T, h, D] through the grouped projection and wo_b: [B, T, d], the same on every rank."""
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
-        low = self.numerics.ops.grouped(o.unflatten(2, (self.groups, -1)).flatten(-2), weight, self.numerics)
-        low = self.numerics.activation(low.flatten(-2))
-        if self.repeats > 1:
-            low = own_part(low, low.shape[-1], self.repeats, place_of(self.group_numbers, rank))
-        return self.wo_b(low)
+        part = (self.repeats, place_of(self.group_numbers, rank)) if self.repeats > 1 else None
+        weights, rounds = (self.wo_a.weight, self.wo_b.weight), self.wo_b.rounds
+        return self.wo_b.added_up(self.numerics.ops.output_projection(o, *weights, self.groups, part, rounds, self.numerics))
 
 
 Far = tuple[Tensor, Tensor]

@@ -155,7 +155,10 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The rank's part of the inputs [B, T, k / size] fp32 to [B, T, n], the same on every rank."""
-        y = super().forward(x)
+        return self.added_up(super().forward(x))
+
+    def added_up(self, y: Tensor) -> Tensor:
+        """The ranks' products y [B, T, n], rounded where ``rounds``, to their sum, the same on every rank, rounded."""
         return y if self.group.size == 1 else self.arithmetic.round(self.group.sum(y))
 
 

@@ -66,7 +66,7 @@ class Drafter(nn.Module):
         main_x = numerics.activation(first.main_norm(first.main_proj(numerics.activation(taps))))
         table = self._rotary_rows(state.call.positions)
         for stage in self.stages:
-            state.write_ring(stage.attn.ring, stage.attn.window_kv(main_x, table))
+            state.write_ring(stage.attn.ring, stage.attn.window_kv(stage.attn.wkv(main_x), table))
 
     def propose(
         self, token: Tensor, rank: Tensor, state: State, embed: Callable[[Tensor, Tensor], Tensor],

@@ -7,7 +7,7 @@ import importlib.util
 
 from torch import nn
 
-from .. import attention, compressor, experts, formats, hyper_connections, indexer, linear, moe, rope, rows, topk
+from .. import attention, compressor, experts, formats, hyper_connections, indexer, linear, moe, projections, rope, rows, topk
 from ..engram import layer as engram
 from ..errors import RequestError
 from .operations import Operations
@@ -24,6 +24,8 @@ TORCH = Operations(
     lay_out=as_loaded,
     linear=rows.linear,
     grouped=rows.grouped,
+    query_projection=projections.query_projection,
+    output_projection=projections.output_projection,
     attend=attention.attend,
     attend_block=attention.attend_block,
     index_scores=indexer.index_scores,

@@ -27,7 +27,7 @@ class LinearKernels:
 
     def product(self, x: Tensor, weight: Tensor, rounds: bool) -> Tensor:
         """x [m, k] times a laid-out weight: [m, n] bf16 where it ``rounds``, else fp32. One kernel call."""
-        columns, cores = _columns(weight, x.shape[1]), weight.shape[0]
+        columns, cores = columns_of(weight, x.shape[1]), weight.shape[0]
         return self._launch(self._linear, x, weight, columns=columns, rounds=rounds, cores=cores)
 
     def linear(self, x: Tensor, weight: Tensor, rounds: bool, arithmetic: "Arithmetic") -> Tensor:
@@ -41,7 +41,7 @@ class LinearKernels:
         if weight.shape[0] == 1 or not arithmetic.rounds:
             found = [self.product(rows[:, group], own, arithmetic.rounds) for group, own in enumerate(weight)]
             return torch.stack(found, 1).float().unflatten(0, x.shape[:2])
-        columns, cores = _columns(weight[0], x.shape[-1]), weight.shape[1]
+        columns, cores = columns_of(weight[0], x.shape[-1]), weight.shape[1]
         return self._launch(self._grouped_linear, rows, weight, columns=columns, cores=cores).float().unflatten(0, x.shape[:2])
 
     def quantise(self, x: Tensor, arithmetic: "Arithmetic") -> Tensor:
@@ -60,7 +60,7 @@ class LinearKernels:
         return self._launch(self._compressed_qdq, x.flatten(0, -2)).view(x.shape)
 
 
-def _columns(weight: Tensor, k: int) -> int:
+def columns_of(weight: Tensor, k: int) -> int:
     """n of a laid-out weight of contraction ``k``."""
     cores, _, width = weight.shape
     return cores * width // -(-k // PARTITIONS)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations that run as NKI kernels, and how a kernel is launched on a device.
 
-How a model's tensors are laid out for each kernel is in nki_attention_ops.py, nki_expert_ops.py, nki_linear_ops.py and
-nki_row_ops.py, its weights in nki_layout.py. Importing this module needs no ``nki``; making the operations does.
+How a model's tensors are laid out for each kernel is in nki_attention_ops.py, nki_expert_ops.py, nki_linear_ops.py,
+nki_projection_ops.py and nki_row_ops.py, its weights in nki_layout.py. Importing this module needs no ``nki``; making the
+operations does.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from .nki_expert_ops import ExpertKernels
 from .nki_launch import PARTITIONS, Launch
 from .nki_layout import lay_out
 from .nki_linear_ops import LinearKernels
+from .nki_projection_ops import ProjectionKernels
 from .nki_row_ops import RowKernels
 from .operations import Operations
 
@@ -35,7 +37,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
     Each keeps the contract of its PyTorch function. index_scores returns the same values in the arithmetic's dtype, for
     the search of top_ascending in bf16 takes half the steps.
     """
-    rows, linears = RowKernels(launch), LinearKernels(launch)
+    rows, linears, projections = RowKernels(launch), LinearKernels(launch), ProjectionKernels(launch)
     attention, experts = AttentionKernels(launch, rows.rotate), ExpertKernels(launch, linears, rows)
     return dataclasses.replace(
         TORCH,
@@ -44,6 +46,8 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         lay_out=lay_out,
         linear=linears.linear,
         grouped=linears.grouped,
+        query_projection=projections.query_projection,
+        output_projection=projections.output_projection,
         attend=attention.attend,
         attend_block=attention.attend_block,
         index_scores=attention.index_scores,

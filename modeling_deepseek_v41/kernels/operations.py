@@ -17,6 +17,8 @@ class Operations:
     lay_out: Callable
     linear: Callable
     grouped: Callable
+    query_projection: Callable
+    output_projection: Callable
     attend: Callable
     attend_block: Callable
     index_scores: Callable

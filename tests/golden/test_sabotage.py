@@ -5,6 +5,7 @@ A sound model is within 1e-6 of the golden f32 logits and the test's tolerance i
 """
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -143,12 +144,16 @@ def post_of_one(model: DeepseekV41Model) -> None:
 def normalised_queries(model: DeepseekV41Model) -> None:
     """A norm per head, as the model's predecessor has."""
 
-    def norm(module: nn.Module, args: Any, q: Tensor) -> Tensor:
-        heads = q.unflatten(-1, (model.config.num_attention_heads, -1))
-        return (heads * heads.square().mean(-1, keepdim=True).rsqrt()).flatten(-2)
+    numerics = model.numerics
 
+    def normalised(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, qr, kv = numerics.ops.query_projection(*args)
+        heads = q.unflatten(-1, (model.config.num_attention_heads, -1))
+        return (heads * heads.square().mean(-1, keepdim=True).rsqrt()).flatten(-2), qr, kv
+
+    ops = dataclasses.replace(numerics.ops, query_projection=normalised)
     for layer in model.layers:
-        layer.attn.wq_b.register_forward_hook(norm)
+        layer.attn.numerics = dataclasses.replace(numerics, ops=ops)
 
 
 def newest_block_not_pinned(model: DeepseekV41Model) -> None:

@@ -84,13 +84,16 @@ def _numbers(found: Sums, times: int) -> str:
 
 
 def _shape(key: tuple) -> str:
-    name, tensors, cores, constants = key
+    name, tensors, cores, given = key
+    constants = dict(given)
     rows = " × ".join(str(size) for size in tensors[0][0])
     words = {
-        "linear": lambda: f"{rows} → {dict(constants)['columns']}, {SHORT[tensors[1][1]]}",
+        "linear": lambda: f"{rows} → {constants['columns']}, {SHORT[tensors[1][1]]}",
+        "query_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}, {constants['dim']}",
+        "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",
         "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[7][0][1] if len(tensors) > 6 else 0} keys",
-        "index_scores": lambda: f"{rows}, {dict(constants)['count']} groups",
+        "index_scores": lambda: f"{rows}, {constants['count']} groups",
         "top_k": lambda: f"{rows}, {SHORT[tensors[0][1]]}",
     }
     shape = words[name]() if name in words else rows

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention's projections as operations of kernels: fused in decode in release numerics, else one by one."""
+
+import emulated
+import pytest
+import torch
+from comparing import normal
+from paired import close, pair
+from torch import Tensor
+
+from modeling_deepseek_v41.kernels.nki_layout import as_linear
+
+EPS = 1e-20
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def coarse(*shape: int, seed: int) -> Tensor:
+    """Small multiples of powers of two, whose sums are exact in any order."""
+    return (normal(*shape, seed=seed) * 4).round() / 16
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "k", "low", "dtype", "launches"),
+    [
+        (2, 3, 128, 256, BF16, 1), (40, 1, 128, 256, BF16, 2), (1, 7, 128, 256, BF16, 0), (2, 3, 128, 192, BF16, 0),
+        (2, 3, 96, 256, BF16, 0), (2, 3, 128, 256, FP32, 0),
+    ],
+)  # fmt: skip
+def test_query_projection(batch, tokens, k, low, dtype, launches):
+    """Decode, more rows than a launch takes, a prompt, shapes that do not fit, and fp32."""
+    plain, kernels = pair(dtype)
+    x = (normal(batch, tokens, k) * 8).round()
+    wq_a, wkv, norm, wq_b = coarse(low, k, seed=1), coarse(64, k, seed=2), 1 + normal(low, seed=3) / 4, coarse(40, low, seed=4)
+    packed = [as_linear(weight.to(dtype)) for weight in (wq_a, wq_b, wkv)]
+    emulated.launched.clear()
+    q, qr, kv = kernels.ops.query_projection(x, packed[0], norm, packed[1], packed[2], EPS, kernels)
+    assert emulated.launched.get("query_projection", 0) == launches and bool(launches) == (len(emulated.launched) == 1)
+    _, expected, window = plain.ops.query_projection(x, wq_a, norm, wq_b, wkv, EPS, plain)
+    assert torch.equal(kv, window)
+    assert (((qr - expected).abs() > 1e-5 * expected.abs().max()).float().mean()) < 0.01
+    close(q, plain.ops.linear(qr, wq_b, True, plain), dtype)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "parts", "dtype", "fused"),
+    [(3, 1, 1, BF16, True), (7, 1, 1, BF16, False), (3, 2, 1, BF16, False), (3, 1, 2, BF16, False), (3, 1, 1, FP32, False)],
+)
+def test_output_projection(tokens, groups, parts, dtype, fused, rounds):
+    """Decode, a prompt, two groups, a part of the latent, and fp32: the sums of wo_a are exact, so is what goes to wo_b."""
+    plain, kernels = pair(dtype)
+    o, low, part = (normal(2, tokens, 2, 128) * 8).round(), 256, None if parts == 1 else (parts, torch.tensor([1]))
+    wo_a, wo_b = coarse(groups * low, 256 // groups, seed=1), coarse(40, groups * low // parts, seed=2)
+    laid_out = torch.cat([as_linear(weight.to(dtype)) for weight in wo_a.chunk(groups)]), as_linear(wo_b.to(dtype))
+    emulated.launched.clear()
+    found = kernels.ops.output_projection(o, *laid_out, groups, part, rounds, kernels)
+    assert (set(emulated.launched) == {"output_projection"}) == fused
+    close(found, plain.ops.output_projection(o, wo_a, wo_b, groups, part, rounds, plain), dtype if rounds else FP32)
