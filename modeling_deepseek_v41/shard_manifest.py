@@ -89,7 +89,10 @@ def read_manifest(file: Path) -> Manifest:
     try:
         if not isinstance(made, dict) or not isinstance(files, dict):
             raise TypeError
-        return Manifest(made, {name: RankFile(**entry) for name, entry in files.items()})
+        records = {name: RankFile(**entry) for name, entry in files.items()}
+        if any([type(value) for value in vars(record).values()] != [int, str, int] for record in records.values()):
+            raise TypeError
+        return Manifest(made, records)
     except TypeError:
         raise CheckpointError(f"{file}: is no manifest of rank files; make them again in an empty folder") from None
 

@@ -61,8 +61,7 @@ def shard_checkpoint(
     ``load_model`` does. Until the last file is written nothing in ``out`` can be loaded.
     """
     config, out = load_config(folder), Path(out)
-    if out.resolve() == Path(folder).resolve():
-        raise CheckpointError(f"{out}: is the checkpoint's own folder; give another one for the rank files")
+    _check_target(Path(folder), out)
     arithmetic, experts = numerics_by_name(numerics), ExpertStorage(expert_weight_format, expert_exception_rows)
     experts.check()
     drafter = drafter and config.num_nextn_predict_layers > 0
@@ -86,10 +85,6 @@ def shard_checkpoint(
     update = (lambda count: None) if bar is None else bar.update
     manifest.files = {name: record for name, record in manifest.files.items() if _is_whole(weights / name, record, update)}
     missing = [name for name in files if name not in manifest.files]
-    begun, finished = weights / (MANIFEST + PART), weights / MANIFEST
-    if missing:
-        manifest.write(begun)
-        finished.unlink(missing_ok=True)
     _remove_others(weights, manifest)
     free = shutil.disk_usage(weights).free
     if size * len(missing) > free:
@@ -97,6 +92,10 @@ def shard_checkpoint(
             f"{weights}: {len(missing)} rank files need {format_bytes(size * len(missing))}, the disk has {format_bytes(free)};"
             " make room or give another folder"
         )
+    begun, finished = weights / (MANIFEST + PART), weights / MANIFEST
+    if missing:
+        manifest.write(begun)
+        finished.unlink(missing_ok=True)
     for name in missing:
         model, plan = empty(files[name]), ShardPlan(config, layout, files[name])
         with Checkpoint(folder, config) as checkpoint:
@@ -104,10 +103,8 @@ def shard_checkpoint(
             checkpoint.finish(functools.partial(_is_unused, plan, drafter))
         manifest.files[name] = RankFile(size, sha256(weights / name, update), exceptions_of(model)[0])
         manifest.write(begun)
-    for pattern in _COPIED:
-        for file in Path(folder).glob(pattern):
-            if file.name != INDEX:
-                shutil.copyfile(file, out / file.name)
+    for file in _copied(Path(folder)):
+        shutil.copyfile(file, out / file.name)
     manifest.write(finished)
     begun.unlink(missing_ok=True)
     if bar is not None:
@@ -134,11 +131,31 @@ def write_rank(
         load_weights(model, source, lambda module: done(sum(own.nbytes for own in module.parameters(recurse=False))))
 
 
+def _check_target(folder: Path, out: Path) -> None:
+    """Raises CheckpointError where ``out`` holds something that is not a run's on ``folder``."""
+    if out.resolve() == folder.resolve():
+        raise CheckpointError(f"{out}: is the checkpoint's own folder; give another one for the rank files")
+    others = [out / file.name for file in _copied(folder) if _differs(out / file.name, file)]
+    for other in [*out.glob("*.safetensors"), *others]:
+        raise CheckpointError(f"{other}: belongs to something else than {folder}; give an empty folder, or one to go on with")
+
+
+def _differs(other: Path, file: Path) -> bool:
+    return other.exists() and other.read_bytes() != file.read_bytes()
+
+
+def _copied(folder: Path) -> list[Path]:
+    """The checkpoint's files that rank files need beside them."""
+    return sorted(file for pattern in _COPIED for file in folder.glob(pattern) if file.name != INDEX)
+
+
 def _begun(weights: Path, made: Mapping[str, object]) -> Manifest:
     """The manifest that ``weights`` has, finished or not, or a new one; raises CheckpointError where its files are others."""
     for file in (weights / MANIFEST, weights / (MANIFEST + PART)):
         if file.exists():
             manifest = read_manifest(file)
+            if not manifest.files:
+                return Manifest(dict(made))
             manifest.check(file, made)
             return manifest
     strays = sorted(weights.glob(rank_file_name("*")))
@@ -172,11 +189,11 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the files' names and sizes and of what stands at their ends."""
+    """A hash of the files' names, sizes and times of change, and of what stands at their ends."""
     digest = hashlib.sha256()
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
+        size, changed = file.stat().st_size, file.stat().st_mtime_ns
+        digest.update(f"{file.name} {size} {changed}\n".encode())
         with file.open("rb") as handle:
             digest.update(handle.read(_ENDS))
             handle.seek(max(0, size - _ENDS))

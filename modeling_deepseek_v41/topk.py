@@ -32,6 +32,8 @@ def top_positions(scores: Tensor, k: int) -> Tensor:
 
 def top_mask(scores: Tensor, k: int) -> Tensor:
     """Which of the scores [..., n] are the k highest, as bool [..., n]; of equal ones the first. ``k`` may not exceed n."""
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
     least = scores.topk(k, dim=-1).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     return above | (equal & (equal.long().cumsum(-1) <= k - above.sum(-1, keepdim=True)))

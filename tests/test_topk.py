@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_deepseek_v41.topk import top_ascending, top_positions
+from modeling_deepseek_v41.topk import top_ascending, top_mask, top_positions
 
 SCORES = st.sampled_from([-math.inf, -3.5, -1.0, -1e-30, -0.0, 0.0, 1e-30, 0.25, 1.0, 1.0000001, 3e38])
 
@@ -42,6 +42,12 @@ def test_equal_scores_take_the_lower_positions() -> None:
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.5, 2.0], [0.0] * 5])
     assert top_positions(scores, 2).tolist() == [[1, 2], [0, 1]]
     assert top_ascending(scores, torch.ones(2, 5, dtype=torch.bool), 4).tolist() == [[0, 1, 2, 4], [0, 1, 2, 3]]
+
+
+def test_none_of_nothing() -> None:
+    nothing = torch.empty(2, 3, 0)
+    assert top_mask(nothing, 0).shape == nothing.shape
+    assert top_ascending(nothing, nothing > 0, 4).tolist() == [[[-1] * 4] * 3] * 2
 
 
 def test_minus_zero_is_zero() -> None:

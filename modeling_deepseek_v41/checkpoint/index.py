@@ -30,7 +30,15 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder}: holds neither {INDEX} nor {SINGLE}; give a folder with the checkpoint's weights")
+            ranks = next(folder.glob("weights/tp*_sharded_checkpoint.safetensors"), None)
+            instead = (
+                "it holds rank files, which only generate, score and NxD Inference read, with their manifest.json; "
+                if ranks
+                else ""
+            )
+            raise CheckpointError(
+                f"{folder}: holds neither {INDEX} nor {SINGLE}; {instead}give the folder of the checkpoint itself"
+            )
         return read_header(folder / SINGLE)
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))

@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a user can cause ends in one line ``error: ...`` on stderr and code 2. A reader that closes the output early is
     no error.
     """
+    if sys.stdout is None:
+        print("error: output: standard output is closed; send it to a file or a terminal", file=sys.stderr)
+        return 2
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

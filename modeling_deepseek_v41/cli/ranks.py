@@ -63,15 +63,29 @@ def on_ranks(args: Any, prepare: Prepare, execute: Execute) -> int:
 
 def is_silent() -> bool:
     """Whether this process is a rank of torchrun's that leaves the talking to rank 0."""
-    return torch.distributed.is_torchelastic_launched() and os.environ.get("RANK") != "0"
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    known = torch.distributed.is_torchelastic_launched() and rank.isdecimal() and size.isdecimal()
+    return known and 0 < int(rank) < int(size)
 
 
 def _layout(args: Any, size: int) -> Layout:
     return chosen_layout(args, load_config(args.model_path), size)
 
 
+def _check_environment() -> None:
+    """Raises RequestError where the variables that torchrun sets are not what it sets."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        found = os.environ.get(name)
+        if found is None or not found.isdecimal():
+            raise RequestError(f"{name}: expected a number from torchrun, found {found!r}; start the ranks with torchrun")
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(size):
+        raise RequestError(f"RANK: expected 0 to WORLD_SIZE - 1, found {rank} of {size}; start the ranks with torchrun")
+
+
 def _joined(args: Any, prepare: Prepare, execute: Execute) -> int:
     """One of torchrun's ranks."""
+    _check_environment()
     store, rank, size = next(iter(rendezvous("env://")))
     if args.world_size not in (None, size):
         raise RequestError(f"world_size: expected {size}, the processes that torchrun started, found {args.world_size}")

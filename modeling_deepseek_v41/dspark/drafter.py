@@ -123,5 +123,6 @@ def check_num_draft_tokens(num_draft_tokens: int, config: ModelConfig) -> None:
     if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or not 1 <= num_draft_tokens <= block:
         raise RequestError(
             f"num_draft_tokens: expected 1 to {block}, found {num_draft_tokens!r}; the drafter was trained on blocks of"
-            f" dspark_block_size {block} positions ({config.source}) and has learned nothing about those behind"
+            f" dspark_block_size {block} positions ({config.source}) and has learned nothing about those behind;"
+            " give a number of drafts in that range, or none for all of the block"
         )

@@ -81,6 +81,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
             raise RequestError(
                 f"{folder}: is not a folder; download the checkpoint and give the folder that holds its config.json"
             )
+        if not isinstance(drafter, bool):
+            raise RequestError(f"drafter: found {drafter!r}, expected True or False")
         load_config(folder)
         stored: DeepseekV41Config = DeepseekV41Config.from_pretrained(folder, name_or_path=str(folder))
         config = stored if config is None else config

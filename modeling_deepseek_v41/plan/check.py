@@ -24,6 +24,9 @@ from .costs import Costs, Trace, TracedGroup
 from .predict import MEMORY_BYTES, RESERVED_BYTES, Prediction, predict
 from .storage import DRAFTER_EXPERTS, parameter_group, state_group
 
+MOST_SEQUENCES = 1 << 20
+"""Per step: more than any memory holds, few enough to count."""
+
 PROMPT, PLAIN, DSPARK = "context encoding", "plain decode step", "DSpark step"
 """The stages of a run."""
 
@@ -139,8 +142,8 @@ def _check(config: ModelConfig, settings: Settings) -> None:
     if type(settings.seq_len) is not int or not 1 <= settings.seq_len <= limit:
         found = settings.seq_len
         raise RequestError(f"seq_len: expected 1 to max_position_embeddings {limit} of {config.source}, found {found!r}")
-    if type(settings.batch) is not int or settings.batch < 1:
-        raise RequestError(f"batch: expected an integer of 1 or more, found {settings.batch!r}")
+    if type(settings.batch) is not int or not 1 <= settings.batch <= MOST_SEQUENCES:
+        raise RequestError(f"batch: expected an integer of 1 to {MOST_SEQUENCES}, found {settings.batch!r}")
     prefill_buckets(settings.seq_len, settings.buckets)
 
 

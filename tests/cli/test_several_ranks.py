@@ -108,6 +108,25 @@ def test_what_cannot_run_starts_no_rank(capsys: pytest.CaptureFixture, options: 
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"RANK": None}, "RANK: expected a number from torchrun, found None; start the ranks with torchrun"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: expected a number from torchrun, found 'abc'"),
+        ({"MASTER_PORT": "xx"}, "MASTER_PORT: expected a number from torchrun, found 'xx'"),
+        ({"RANK": "5"}, "RANK: expected 0 to WORLD_SIZE - 1, found 5 of 2"),
+    ],
+)
+def test_a_torchrun_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, change: dict[str, str | None], words: str
+) -> None:
+    good = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in (good | change).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert main(["score", *MODEL, "--text", "A"]) == 2
+    assert words in capsys.readouterr().err
+
+
 def failing(how: str, *launcher: str) -> subprocess.CompletedProcess:
     size = [] if launcher else ["--world-size", "2"]
     return run(*launcher, str(HERE / "failing.py"), how, *size)

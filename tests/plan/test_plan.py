@@ -214,7 +214,8 @@ def test_command_says_what_does_not_fit(capsys: pytest.CaptureFixture) -> None:
         (["--attn-tp-degree", "5"], "attn_tp_degree: 5 does not divide world_size, which is 64"),
         (["--moe-ep-degree", "7"], "moe_ep_degree: 7 does not divide world_size"),
         (["--seq-len", "0"], "seq_len: expected 1 to max_position_embeddings 1048576"),
-        (["--batch", "0"], "batch: expected an integer of 1 or more, found 0"),
+        (["--batch", "0"], "batch: expected an integer of 1 to 1048576, found 0"),
+        (["--batch", str(10**21)], f"batch: expected an integer of 1 to 1048576, found {10**21}"),
         (["--buckets", "0"], "prefill_buckets: expected a list of token counts above 0"),
     ]:
         assert main([*release, *options]) == 2

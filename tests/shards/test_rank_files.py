@@ -210,6 +210,41 @@ def test_the_checkpoints_own_folder_is_refused() -> None:
         shard_checkpoint(TINY, TINY, Layout(), progress=False)
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00004.safetensors", "config.json"])
+def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / name}: belongs to something else than")):
+        make(tmp_path, 1)
+    assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "{}"
+
+
+def test_a_checkpoint_that_changed_is_another_one(tmp_path: Path) -> None:
+    """In the middle of a file, where only its time tells."""
+    other, out = shutil.copytree(TINY, tmp_path / "other"), tmp_path / "out"
+    shard_checkpoint(other, out, Layout(), progress=False)
+    file = other / "model-00001-of-00004.safetensors"
+    file.write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match="checkpoint: its rank files are made for"):
+        shard_checkpoint(other, out, Layout(), progress=False)
+
+
+def test_a_run_without_a_finished_file_binds_nobody(two: Made, tmp_path: Path) -> None:
+    manifest = json.loads((two.folder / "weights" / "manifest.json").read_text())
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "manifest.json.part").write_text(json.dumps(manifest | {"files": {}}))
+    make(tmp_path, 1, experts="bf16").load(0)
+
+
+@pytest.mark.parametrize("value", [None, "x", 1.5])
+def test_a_manifest_with_a_size_that_is_none(copy: Made, value: object) -> None:
+    file = copy.folder / "weights" / "manifest.json"
+    content = json.loads(file.read_text())
+    content["files"]["tp0_sharded_checkpoint.safetensors"]["bytes"] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is no manifest of rank files"):
+        copy.load(0)
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage(NamedTuple):
         free: int
@@ -217,7 +252,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sharding.shutil, "disk_usage", lambda folder: Usage(3 << 20))
     with pytest.raises(CheckpointError, match=r"2 rank files need \d+\.\d MiB, the disk has 3\.0 MiB; make room or give"):
         make(tmp_path, 2)
-    assert not list((tmp_path / "weights").glob("*.safetensors*"))
+    assert not list((tmp_path / "weights").iterdir())
 
 
 def test_the_command_and_generating_from_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
