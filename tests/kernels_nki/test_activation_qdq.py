@@ -9,6 +9,7 @@ from nki_emulator import lint, real_nki, run
 
 from modeling_deepseek_v41.formats import qdq_fp8
 from modeling_deepseek_v41.kernels.nki import activation_qdq as module
+from modeling_deepseek_v41.kernels.nki import groups as layout
 from modeling_deepseek_v41.kernels.nki import rounding
 
 CORES = pytest.mark.parametrize("cores", [1, 2])
@@ -101,10 +102,10 @@ def test_cost():
         assert trace.busy()["vector"] == pytest.approx(vector, abs=0.01)
     groups = -(-128 * 160 // 128)
     trace = run(module.activation_qdq, random(128, 5120)).trace
-    assert trace.counts(0) == {name: count * -(-groups // module.BLOCK) for name, count in counts.items()}
+    assert trace.counts(0) == {name: count * -(-groups // layout.BLOCK) for name, count in counts.items()}
     assert trace.peak()["sbuf"] <= 37 * 1024
 
 
-@pytest.mark.parametrize("source", [module, rounding])
+@pytest.mark.parametrize("source", [module, layout, rounding])
 def test_lint(source):
     assert lint(source.__file__) == []

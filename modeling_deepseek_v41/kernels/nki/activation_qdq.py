@@ -5,21 +5,12 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from .groups import passes
 from .rounding import grid_floor, magnitude, round_to_grid
 
 GROUP = 32
-BLOCK = 64
-"""Groups per partition that one pass works on: 2,048 values, 37 KiB of work tiles per partition."""
 SHRINK = 2.0**-24
 """Rounding adds 1.5 * 2^20 times the value; a value beyond 2^107 would overflow, 2^-24 of it does not."""
-
-
-def spread(groups: int) -> tuple[int, int]:
-    """``groups`` as (partitions, groups per partition): the most partitions, at most 128, that divide it."""
-    partitions = min(128, groups)
-    while groups % partitions != 0:
-        partitions -= 1
-    return partitions, groups // partitions
 
 
 @nki.jit
@@ -54,17 +45,8 @@ def activation_qdq(x: nl.NkiTensor) -> nl.NkiTensor:
     assert x.dtype == nl.bfloat16, f"x: expected bfloat16, found {x.dtype}"
     assert columns % GROUP == 0, f"x [{rows}, {columns}]: the columns are no multiple of {GROUP}"
     out = nl.ndarray((rows, columns), nl.bfloat16, buffer=nl.shared_hbm)
-    groups, cores = rows * columns // GROUP, nl.num_programs()
-    first = groups * nl.program_id() // cores
-    count = groups * (nl.program_id() + 1) // cores - first
-    if count > 0:
-        partitions, each = spread(count)
-        at = first * GROUP
-        source = x.reshape((rows * columns,))[at : at + count * GROUP].reshape((partitions, each, GROUP))
-        target = out.reshape((rows * columns,))[at : at + count * GROUP].reshape((partitions, each, GROUP))
-        for start in range(0, each, BLOCK):
-            end = min(start + BLOCK, each)
-            qdq_block(target[:, start:end, :], source[:, start:end, :])
+    for target, source in passes(out, x, GROUP):
+        qdq_block(target, source)
     return out
 
 

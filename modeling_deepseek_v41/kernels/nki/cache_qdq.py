@@ -5,7 +5,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .activation_qdq import BLOCK, spread
+from .groups import passes
 from .rounding import EXPONENT32, magnitude, round_to_grid
 
 INDEX_GROUP, COMPRESSED_GROUP = 32, 16
@@ -55,20 +55,11 @@ def cache_qdq(x: nl.NkiTensor, form: str) -> nl.NkiTensor:
     check_form(x, form)
     group = INDEX_GROUP if form == "fp4_ue8m0" else COMPRESSED_GROUP
     out = nl.ndarray((rows, columns), nl.bfloat16, buffer=nl.shared_hbm)
-    groups, cores = rows * columns // group, nl.num_programs()
-    first = groups * nl.program_id() // cores
-    count = groups * (nl.program_id() + 1) // cores - first
-    if count > 0:
-        partitions, each = spread(count)
-        part = slice(first * group, (first + count) * group)
-        source = x.reshape((rows * columns,))[part].reshape((partitions, each, group))
-        target = out.reshape((rows * columns,))[part].reshape((partitions, each, group))
-        for start in range(0, each, BLOCK):
-            end = min(start + BLOCK, each)
-            x_sb = nl.ndarray((partitions, end - start, group), nl.bfloat16, buffer=nl.sbuf)
-            nisa.dma_copy(dst=x_sb, src=source[:, start:end, :])
-            qdq_fp4(x_sb, form)
-            nisa.dma_copy(dst=target[:, start:end, :], src=x_sb)
+    for target, source in passes(out, x, group):
+        x_sb = nl.ndarray(source.shape, nl.bfloat16, buffer=nl.sbuf)
+        nisa.dma_copy(dst=x_sb, src=source)
+        qdq_fp4(x_sb, form)
+        nisa.dma_copy(dst=target, src=x_sb)
     return out
 
 

@@ -5,7 +5,8 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .activation_qdq import BLOCK, GROUP, spread
+from .activation_qdq import GROUP
+from .groups import passes
 from .rounding import AMAX_FLOOR, EXPONENT32, round_to_grid
 
 MAGNITUDE32 = 0x7FFFFFFF
@@ -43,17 +44,8 @@ def group_qdq(x: nl.NkiTensor, fp4: bool) -> nl.NkiTensor:
     assert x.dtype == nl.float32, f"x: expected float32, found {x.dtype}"
     assert columns % GROUP == 0, f"x [{rows}, {columns}]: the columns are no multiple of {GROUP}"
     out = nl.ndarray((rows, columns), nl.float32, buffer=nl.shared_hbm)
-    groups, cores = rows * columns // GROUP, nl.num_programs()
-    first = groups * nl.program_id() // cores
-    count = groups * (nl.program_id() + 1) // cores - first
-    if count > 0:
-        partitions, each = spread(count)
-        at = first * GROUP
-        source = x.reshape((rows * columns,))[at : at + count * GROUP].reshape((partitions, each, GROUP))
-        target = out.reshape((rows * columns,))[at : at + count * GROUP].reshape((partitions, each, GROUP))
-        for start in range(0, each, BLOCK):
-            end = min(start + BLOCK, each)
-            qdq_block(target[:, start:end, :], source[:, start:end, :], FP4 if fp4 else FP8)
+    for target, source in passes(out, x, GROUP):
+        qdq_block(target, source, FP4 if fp4 else FP8)
     return out
 
 
