@@ -10,7 +10,7 @@ import time
 import torch
 from trn2_compile import loaded, parser
 
-from modeling_deepseek_v41.nxdi import generate_batch
+from modeling_deepseek_v41.nxdi.loop import generate_batch
 
 options = parser(__doc__)
 options.add_argument("--prompt-length", type=int, default=1024)

@@ -5,8 +5,12 @@ python examples/trn2_compile.py --model-path CKPT --compiled-path OUT
 """
 
 import argparse
+from typing import TYPE_CHECKING
 
-from modeling_deepseek_v41.nxdi import DeepseekV41InferenceConfig, DeepseekV41NeuronConfig, NeuronDeepseekV41ForCausalLM
+from modeling_deepseek_v41.nxdi import MissingNxDI
+
+if TYPE_CHECKING:
+    from modeling_deepseek_v41.nxdi import NeuronDeepseekV41ForCausalLM
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -23,8 +27,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def application(args: argparse.Namespace) -> NeuronDeepseekV41ForCausalLM:
-    """The application as ``args`` describe it, neither compiled nor loaded."""
+def application(args: argparse.Namespace) -> "NeuronDeepseekV41ForCausalLM":
+    """The application as ``args`` describe it, neither compiled nor loaded. Ends the process where NxDI is not installed."""
+    try:
+        from modeling_deepseek_v41.nxdi import DeepseekV41InferenceConfig, DeepseekV41NeuronConfig, NeuronDeepseekV41ForCausalLM
+    except MissingNxDI as missing:
+        raise SystemExit(str(missing)) from None
     from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
@@ -46,7 +54,7 @@ def application(args: argparse.Namespace) -> NeuronDeepseekV41ForCausalLM:
     return NeuronDeepseekV41ForCausalLM(args.model_path, config)
 
 
-def loaded(args: argparse.Namespace) -> NeuronDeepseekV41ForCausalLM:
+def loaded(args: argparse.Namespace) -> "NeuronDeepseekV41ForCausalLM":
     """The application ready to generate."""
     model = application(args)
     if args.on_cpu:

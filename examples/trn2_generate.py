@@ -7,7 +7,7 @@ python examples/trn2_generate.py --model-path CKPT --compiled-path OUT --prompt 
 from transformers import AutoTokenizer
 from trn2_compile import loaded, parser
 
-from modeling_deepseek_v41.nxdi import generate_batch
+from modeling_deepseek_v41.nxdi.loop import generate_batch
 
 options = parser(__doc__)
 options.add_argument("--prompt", action="append", required=True)

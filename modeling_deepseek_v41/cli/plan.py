@@ -89,6 +89,9 @@ def _print(plan: Plan) -> None:
         f"the checkpoint's {found.tensors} tensors, {format_bytes(found.nbytes)} as stored: {found.whole} are whole over the"
         f" ranks ({found.split} of them divided), {found.unread} are for image input and not read"
     )
+    longer = [str(size) for size in plan.settings.buckets if size > plan.settings.seq_len]
+    if longer:
+        out.print(f"--buckets: {', '.join(longer)} of more than --seq-len {plan.settings.seq_len} positions are cut to that")
     for stage in plan.stages:
         out.print(_stage_table(stage))
     if plan.stages:

@@ -5,16 +5,19 @@ NxDI's generation adapter takes one sequence at a time where it speculates; this
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..sampling import greedy
-from .application import NeuronDeepseekV41ForCausalLM
+
+if TYPE_CHECKING:
+    from .application import NeuronDeepseekV41ForCausalLM
 
 
 def generate_batch(
-    application: NeuronDeepseekV41ForCausalLM,
+    application: "NeuronDeepseekV41ForCausalLM",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     eos_token_ids: Sequence[int] = (),
@@ -43,7 +46,7 @@ def generate_batch(
 
 
 def forward(
-    application: NeuronDeepseekV41ForCausalLM, ids: Tensor, mask: Tensor, positions: Tensor, slots: Tensor
+    application: "NeuronDeepseekV41ForCausalLM", ids: Tensor, mask: Tensor, positions: Tensor, slots: Tensor
 ) -> list[list[int]]:
     """One call of the application: ids and positions [B, T], mask [B, positions known], slots [B]; every row's new tokens."""
     found = application(input_ids=ids, attention_mask=mask, position_ids=positions, seq_ids=slots)

@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.nxdi.chunks import Batch, check_slots, groups, merge, prompt_chunks, step_inputs
 from modeling_deepseek_v41.nxdi.refusals import refusal, refused
 from modeling_deepseek_v41.nxdi.rows import graph_call, last_row, prompt_read_length
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 without = pytest.mark.skipif(
     importlib.util.find_spec("neuronx_distributed_inference") is not None, reason="NxD Inference is installed"
@@ -32,6 +35,17 @@ def test_the_command_says_what_to_install() -> None:
         [sys.executable, "-m", "modeling_deepseek_v41.inference_demo", "run"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "pip install" in done.stderr and "Traceback" not in done.stderr
+
+
+@without
+@pytest.mark.parametrize("name", ["compile", "generate", "benchmark", "serve_loop"])
+def test_an_example_says_what_to_install(name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"trn2_{name}.py")]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and "--compiled-path" in shown.stdout
+    options = ["--model-path", "ckpt", "--compiled-path", "out", *(["--prompt", "a"] if name == "generate" else [])]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "pip install" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

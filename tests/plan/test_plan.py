@@ -198,6 +198,9 @@ def test_command(capsys: pytest.CaptureFixture) -> None:
     for words in ("4 ranks: attention groups of 4", "fp8_exact", "context encoding: 1 x 16 tokens", "DSpark step: 1 x", "GFLOP",
                   "nothing was measured"):  # fmt: skip
         assert words in out
+    assert "are cut to that" not in out
+    assert main([*COMMAND, "512"]) == 0
+    assert "--buckets: 512 of more than --seq-len 128 positions are cut to that" in capsys.readouterr().out
     assert main([*COMMAND, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory"]["fits"] and found["memory"]["bytes"] == sum(found["memory"]["groups"].values())
