@@ -50,7 +50,8 @@ class PositionSplit:
     ) -> tuple[Tensor, Tensor | None]:
         """The group's k best of what ``best`` gave, ascending, -1 where fewer: [n, k] int64; and the ``maxima`` of all blocks.
 
-        ``maxima`` [n, own blocks]: the rank's highest scores of every ``block`` positions. One exchange.
+        ``maxima`` [n, own blocks]: the rank's highest scores of every ``block`` positions. One exchange. Scores are compared in
+        the arithmetic's dtype, which holds them.
         """
         size = self.group.size
         if size == 1:
@@ -59,9 +60,9 @@ class PositionSplit:
             gathered = self.group.gather(best)
         else:
             gathered, maxima = self.group.gathers(best, maxima)
-            maxima = join_parts(maxima, GROUP_TILE // block, size)
+            maxima = join_parts(maxima, GROUP_TILE // block, size).to(arithmetic.dtype)
         scores, where = by_position(*gathered.unflatten(-1, (size, 2, -1)).unbind(-2))
-        chosen = arithmetic.ops.top_ascending(scores, where < torch.inf, k)
+        chosen = arithmetic.ops.top_ascending(scores.to(arithmetic.dtype), where < torch.inf, k)
         merged = where.gather(-1, chosen.clamp_min(0)).nan_to_num(posinf=0.0).long()
         return merged.masked_fill(chosen < 0, -1), maxima
 

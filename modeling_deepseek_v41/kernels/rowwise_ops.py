@@ -203,5 +203,5 @@ def index_scores(
 
 def top_ascending(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     out = torch.empty(*scores.shape[:-1], k, dtype=torch.int64)
-    rowwise.top_ascending(scores.numel(), scores.contiguous().numpy(), visible.contiguous().numpy(), out.numpy())
+    rowwise.top_ascending(scores.numel(), scores.float().contiguous().numpy(), visible.contiguous().numpy(), out.numpy())
     return out
