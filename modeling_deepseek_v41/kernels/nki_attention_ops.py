@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and the indexer as launches of NKI kernels."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,16 +19,15 @@ HIDDEN = -1e30
 
 
 class AttentionKernels:
-    """``rotate``: the operation, for queries before and outputs behind the attention."""
+    """Queries arrive and leave unrotated: the kernel rotates them forth and back."""
 
-    def __init__(self, launch: Launch, rotate: Callable[..., Tensor]):
+    def __init__(self, launch: Launch):
         from .nki.candidate_blocks import candidate_blocks
         from .nki.index_scores import index_scores
         from .nki.sparse_attention import sparse_attention
         from .nki.top_k import top_k
 
-        self._launch, self._rotate = launch, rotate
-        self._sparse_attention, self._index_scores = sparse_attention, index_scores
+        self._launch, self._sparse_attention, self._index_scores = launch, sparse_attention, index_scores
         self._top_k, self._candidate_blocks = top_k, candidate_blocks
 
     def attend(
@@ -38,7 +36,7 @@ class AttentionKernels:
     ) -> Tensor:  # fmt: skip
         """attention.attend: a kernel call per sequence and stretch of rows."""
         call, tokens, before = state.call, q.shape[1], window - 1
-        turned = self._rotate(q, table, arithmetic).to(arithmetic.dtype)
+        queries = q.to(arithmetic.dtype)
         cache, slots = self._ring(ring, state, before)
         rows = min(PARTITIONS, BANK - before)
         stretch = windows(state.history(ring, before), kv).to(arithmetic.dtype) if tokens > rows else None
@@ -51,8 +49,9 @@ class AttentionKernels:
                     near, near_idxs = stretch[row], torch.arange(first, first + before, device=q.device)
                 visible = _visible(call.positions[row, part], window)
                 chosen = None if far is None else self._chosen(far, row, part, state)
-                out.append(self._attention(turned[row, part], near, near_idxs, kv[row, part], visible, sink, chosen))
-        return self._rotate(torch.cat(out).unflatten(0, q.shape[:2]).float(), table, arithmetic, back=True)
+                own = queries[row, part], table[row, part]
+                out.append(self._attention(*own, near, near_idxs, kv[row, part], visible, sink, chosen))
+        return torch.cat(out).unflatten(0, q.shape[:2]).float()
 
     def attend_block(
         self, q: Tensor, kv: Tensor, ring: str, table: Tensor, sink: Tensor, window: int, state: State,
@@ -60,14 +59,14 @@ class AttentionKernels:
     ) -> Tensor:  # fmt: skip
         """attention.attend_block: a kernel call per sequence."""
         tokens = q.shape[1]
-        turned = self._rotate(q, table, arithmetic).to(arithmetic.dtype)
+        queries = q.to(arithmetic.dtype)
         cache, slots = self._ring(ring, state, window)
         reached = state.call.start[:, None] + torch.arange(-window, tokens, device=q.device) >= 0
         out = [
-            self._attention(turned[row], cache, slots[row], kv[row], reached[row].expand(tokens, -1), sink, None)
+            self._attention(queries[row], table[row], cache, slots[row], kv[row], reached[row].expand(tokens, -1), sink, None)
             for row in range(q.shape[0])
         ]
-        return self._rotate(torch.stack(out).float(), table, arithmetic, back=True)
+        return torch.stack(out).float()
 
     def _ring(self, name: str, state: State, before: int) -> tuple[Tensor, Tensor]:
         """A ring's rows of all slots, and where the ``before`` positions ahead of the call are: [B, before], -1 for none."""
@@ -85,13 +84,14 @@ class AttentionKernels:
         return cache.flatten(0, 1), F.pad(index, (0, -index.shape[1] % gathers), value=-1)
 
     def _attention(
-        self, q: Tensor, near: Tensor, near_idxs: Tensor, kv: Tensor, visible: Tensor, sink: Tensor,
+        self, q: Tensor, table: Tensor, near: Tensor, near_idxs: Tensor, kv: Tensor, visible: Tensor, sink: Tensor,
         chosen: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """Queries [n, H, D] over rows of ``near`` by index, rows kv [m, D] and chosen ones; visible [n, indices + m]."""
+        """Queries [n, H, D] with rotary rows [n, 2, R] over rows of ``near`` by index, rows kv [m, D] and chosen ones; visible
+        [n, indices + m]."""
         bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, HIDDEN)
-        index = near_idxs.int().unsqueeze(-1)
-        return self._launch(self._sparse_attention, q, near, index, kv.to(q.dtype), bias, sink.unsqueeze(-1), *(chosen or ()))
+        window = near, near_idxs.int().unsqueeze(-1), kv.to(q.dtype), bias
+        return self._launch(self._sparse_attention, q, *window, sink.unsqueeze(-1), table, *(chosen or ()))
 
     def index_scores(
         self, query: Tensor, weights: Tensor, keys: Tensor, slot: Tensor, count: int, arithmetic: "Arithmetic",

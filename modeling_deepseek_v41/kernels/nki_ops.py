@@ -38,7 +38,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
     the search of top_ascending in bf16 takes half the steps.
     """
     rows, linears, projections = RowKernels(launch), LinearKernels(launch), ProjectionKernels(launch)
-    attention, experts = AttentionKernels(launch, rows.rotate), ExpertKernels(launch, linears, rows)
+    attention, experts = AttentionKernels(launch), ExpertKernels(launch, linears, rows)
     return dataclasses.replace(
         TORCH,
         name=name,

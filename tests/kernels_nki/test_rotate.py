@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary kernel, forth and back and with the QDQ of what is cached, against rope.rotate and formats."""
 
-import numpy as np
 import pytest
 import torch
 from comparing import CORES, DTYPES, arithmetic, array, close, normal
 from nki_emulator import lint, real_nki, run
-from torch import Tensor
+from rotary import table_of
 
 from modeling_deepseek_v41 import formats, rope
 from modeling_deepseek_v41.kernels.nki import rotate as module
-
-
-def table_of(tokens: int, rotary: int) -> Tensor:
-    """The rows of scattered positions."""
-    angles = torch.outer(torch.arange(tokens) * 37 % 101, rope.frequencies(rotary, 10000.0, None))
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.stack([cos, cos], -1).flatten(1), torch.stack([-sin, sin], -1).flatten(1)], 1)
-
 
 SHAPES = [
     (1, 1, 64, 64),
@@ -55,15 +46,6 @@ def test_quantised(heads, dim, form, tokens, cores):
     assert torch.equal(torch.from_numpy(found.astype("f4")), FORMS[form](torch.from_numpy(plain.astype("f4"))))
 
 
-@CORES
-@pytest.mark.parametrize("tokens", [1, 6, 7, 131])
-def test_both(tokens, cores):
-    q, kv, table = normal(tokens, 8, 96).bfloat16(), normal(tokens, 1, 96, seed=1).bfloat16(), array(table_of(tokens, 64))
-    found_q, found_kv = run(module.rotate_both, array(q), array(kv), table, cores=cores).outputs
-    np.testing.assert_array_equal(found_q, run(module.rotate, array(q), table, cores=cores).outputs)
-    np.testing.assert_array_equal(found_kv, run(module.rotate, array(kv), table, quantize=True, cores=cores).outputs)
-
-
 @pytest.mark.parametrize(
     ("x", "table", "options", "text"),
     [
@@ -97,9 +79,6 @@ def test_cost():
         trace = run(module.rotate, array(normal(6, heads, dim).bfloat16()), table, cores=2, **options).trace
         assert counts is None or trace.counts(0) == counts
         assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
-    both = array(normal(6, 8, 512).bfloat16()), array(normal(6, 1, 512).bfloat16())
-    trace = run(module.rotate_both, *both, table, cores=2).trace
-    assert trace.critical_path_us() == pytest.approx(9.5, abs=0.06)
 
 
 def test_lint():

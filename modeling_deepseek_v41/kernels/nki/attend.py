@@ -10,6 +10,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .layout import columns, diagonal, transposed
+from .rotate import load_angles, turn_pairs
 from .split import BANK, PARTITIONS, tiles
 
 HIDDEN = -1e30
@@ -53,12 +54,14 @@ def groups_of(count: int, heads: int, own_bytes: int) -> list[tuple[int, int]]:
 
 
 def start_group(
-    out: nl.NkiTensor, q: nl.NkiTensor, sink: nl.NkiTensor, near: tuple | None, own_bias: nl.NkiTensor | None
-) -> tuple:
+    out: nl.NkiTensor, q: nl.NkiTensor, sink: nl.NkiTensor, near: tuple | None, own_bias: nl.NkiTensor | None,
+    table: nl.NkiTensor | None = None,
+) -> tuple:  # fmt: skip
     """A group with the scores of what all its queries see, and with the bias of their own rows: what ``add_own`` takes.
 
     out, q [M, H, D] @ HBM of its M queries, sink [H, 1] fp32 @ HBM. near: tiles of rows [n, D] @ SBUF, those as columns
-    [chunk, D / chunk, all n], and the bias [M, all n] @ SBUF; or None. own_bias [M, I, P] @ SBUF or None.
+    [chunk, D / chunk, all n], and the bias [M, all n] @ SBUF; or None. own_bias [M, I, P] @ SBUF or None. table [M, 2, R] fp32
+    @ HBM: the angles by which the queries are rotated, and what comes out back; None where they are rotated already.
     """
     members, heads, dim = out.shape
     rows = members * heads
@@ -66,6 +69,10 @@ def start_group(
     pick_sb = _picker(members, heads, q.dtype)
     q_sb = nl.ndarray((rows, dim), q.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=q_sb, src=q.flatten_dims(0, 1))
+    angles_sb = None
+    if table is not None:
+        angles_sb = load_angles(table.expand_dim(1).broadcast(1, heads), rows, 1)
+        turn_pairs(q_sb[:, dim - table.shape[2] : dim], angles_sb, False)
     q_t_sb = columns([q_sb], dim, min(dim, PARTITIONS))
     blocks: list = []
     if own_bias is not None:
@@ -79,7 +86,7 @@ def start_group(
         _add_scores(near_psum, q_t_sb, near_t_sb)
         nisa.tensor_reduce(dst=most_sb[:, pieces : pieces + 1], op=nl.maximum, data=near_psum, axis=1)
     own_q_sb = q_t_sb.expand_dim(2) if members == 1 else diagonal(q_t_sb, members)
-    return out, sink, own_q_sb, near_tiles, near_psum, blocks, most_sb
+    return out, sink, own_q_sb, near_tiles, near_psum, blocks, most_sb, angles_sb
 
 
 def add_own(group: tuple, own: list, before: list) -> list:
@@ -87,7 +94,7 @@ def add_own(group: tuple, own: list, before: list) -> list:
 
     Returns the group to hand on as the next one's ``before``, or to ``finish``.
     """
-    out, _, own_q_sb, _, _, blocks, most_sb = group
+    out, _, own_q_sb, _, _, blocks, most_sb, _ = group
     members, dim = out.shape[0], out.shape[2]
     pieces = len(own[0]) if len(blocks) > 0 else 0
     steps, done = members * pieces, 0
@@ -109,7 +116,7 @@ def add_own(group: tuple, own: list, before: list) -> list:
     weighed = _weigh(group, own)
     if len(before) > 0:
         _add_values(out_psum, products, done, len(products))
-        _store(before[0], out_psum, before[2])
+        _store(before, out_psum)
     return weighed
 
 
@@ -145,7 +152,7 @@ def _add_scores(scores_psum: nl.NkiTensor, q_t: nl.NkiTensor, keys_t_sb: nl.NkiT
 
 def _weigh(group: tuple, own: list) -> list:
     """The group with the probabilities of its keys, not yet divided by their total, and the terms of that."""
-    out, sink, _, near_tiles, near_psum, blocks, most_sb = group
+    out, sink, _, near_tiles, near_psum, blocks, most_sb, angles_sb = group
     members, heads, dim = out.shape
     rows, scale = members * heads, dim**-0.5
     shift_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
@@ -162,14 +169,14 @@ def _weigh(group: tuple, own: list) -> list:
         weighed.append(_exponentials(scores[b], shift_sb, scale, out.dtype, total_sb[:, b : b + 1]))
     nisa.tensor_scalar(dst=sink_sb, data=sink_sb, op0=nl.add, operand0=shift_sb, op1=nl.minimum, operand1=LARGEST_EXPONENT)
     nisa.activation(dst=total_sb[:, len(scores) : len(scores) + 1], op=nl.exp, data=sink_sb)
-    return [out, weighed, total_sb, near_tiles, own]
+    return [out, weighed, total_sb, near_tiles, own, angles_sb]
 
 
 def finish(before: list) -> None:
     """The sum of the values of a group, to its ``out``."""
     out_psum, products = _sums(before[0]), _products(before)
     _add_values(out_psum, products, 0, len(products))
-    _store(before[0], out_psum, before[2])
+    _store(before, out_psum)
 
 
 def _sums(out: nl.NkiTensor) -> nl.NkiTensor:
@@ -179,7 +186,7 @@ def _sums(out: nl.NkiTensor) -> nl.NkiTensor:
 
 def _products(before: list) -> list:
     """The sum of values as (stationary [n, (members, H)], values [n, D]), each query's own rows first."""
-    out, weighed, _, near_tiles, own = before
+    out, weighed, _, near_tiles, own, _ = before
     members, products = out.shape[0], []
     for b in range(len(weighed) - (1 if len(near_tiles) > 0 else 0)):
         parts = own[0][0].shape[0]
@@ -201,18 +208,22 @@ def _add_values(out_psum: nl.NkiTensor | None, products: list, first: int, last:
         nisa.nc_matmul(dst=out_psum, stationary=products[i][0], moving=products[i][1], accumulate=i > 0)
 
 
-def _store(out: nl.NkiTensor, out_psum: nl.NkiTensor, total_sb: nl.NkiTensor) -> None:
-    """The sum of values divided by the total of the probabilities, whose terms are total_sb, to ``out``."""
+def _store(before: list, out_psum: nl.NkiTensor) -> None:
+    """The sum of values divided by the total of the probabilities, rounded and rotated back, to the group's ``out``."""
+    out, _, total_sb, _, _, angles_sb = before
     rows, dim = out_psum.shape
     rest_sb = nl.ndarray((rows, 1), nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=rest_sb, op=nl.add, data=total_sb, axis=1)
     nisa.reciprocal(dst=rest_sb, data=rest_sb)
     out_sb = nl.ndarray((rows, dim), out.dtype, buffer=nl.sbuf)
-    half = dim // 2
-    for first, last, engine in ((0, half, nisa.engine.vector), (half, dim, nisa.engine.scalar)):
-        nisa.tensor_scalar(
-            dst=out_sb[:, first:last], data=out_psum[:, first:last], op0=nl.multiply, operand0=rest_sb, engine=engine
-        )
+    cut = dim // 2 if angles_sb is None else dim - angles_sb.shape[2]
+    for first, last, engine in ((cut, dim, nisa.engine.vector), (0, cut, nisa.engine.scalar)):
+        if last > first:
+            nisa.tensor_scalar(
+                dst=out_sb[:, first:last], data=out_psum[:, first:last], op0=nl.multiply, operand0=rest_sb, engine=engine
+            )
+    if angles_sb is not None:
+        turn_pairs(out_sb[:, cut:dim], angles_sb, True)
     nisa.dma_copy(dst=out.flatten_dims(0, 1), src=out_sb)
 
 

@@ -48,56 +48,6 @@ def rotate(x: nl.NkiTensor, table: nl.NkiTensor, back: bool = False, quantize: b
     """
     check(x, table, quantize, form)
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
-    turn_tokens(out, x, table, back, quantize, form)
-    return out
-
-
-@nki.jit
-def rotate_both(q: nl.NkiTensor, kv: nl.NkiTensor, table: nl.NkiTensor) -> tuple[nl.NkiTensor, nl.NkiTensor]:
-    """Queries rotated, and window KV rotated and quantised as it is cached, in one launch.
-
-    Dimensions:
-        T: tokens, any number. H: heads, 1 to 128. D: columns, a multiple of 32; R of them rotate.
-
-    Args:
-        q [T, H, D], kv [T, 1, D] bf16 @ HBM. table [T, 2, R] fp32 @ HBM: a token's row of rope.rope_table.
-
-    Returns:
-        Two tensors of the inputs' shapes, bf16 @ shared HBM.
-
-    Notes:
-        Bit for bit ``rotate(q, table)`` and ``rotate(kv, table, quantize=True)``.
-
-    Pseudocode:
-        q = rotate(q);  kv = qdq_fp8(rotate(kv))
-
-    Cost:
-        The instructions of both. Predicted for 6 tokens of 8 heads of 512, two cores: 9.5 us, 11.7 in two launches.
-    """
-    check(q, table, False, "fp8")
-    check(kv, table, True, "fp8")
-    turned_q = nl.ndarray(q.shape, q.dtype, buffer=nl.shared_hbm)
-    turned_kv = nl.ndarray(kv.shape, kv.dtype, buffer=nl.shared_hbm)
-    turn_tokens(turned_kv, kv, table, False, True, "fp8")
-    turn_tokens(turned_q, q, table, False, False, "fp8")
-    return turned_q, turned_kv
-
-
-def check(x: nl.NkiTensor, table: nl.NkiTensor, quantize: bool, form: str) -> None:
-    """Refuses shapes and dtypes that do not fit."""
-    tokens, heads, dim = x.shape
-    rotary = table.shape[2]
-    assert table.shape == (tokens, 2, rotary), f"table {table.shape}, expected {(tokens, 2, rotary)}"
-    assert heads <= PARTITIONS, f"x {x.shape}: at most {PARTITIONS} heads"
-    assert rotary % 2 == 0 and rotary <= dim, f"table {table.shape}: an even number of columns, at most {dim}"
-    assert dim <= MOST_COLUMNS, f"x {x.shape}: at most {MOST_COLUMNS} columns"
-    assert form in GROUPS, f"form {form}: expected fp8, fp4_ue8m0 or fp4_e4m3"
-    assert not quantize or x.dtype == nl.bfloat16, f"quantize: x is {x.dtype}, expected bfloat16"
-    assert not quantize or dim % GROUPS[form] == 0, f"quantize: x {x.shape}, columns no multiple of {GROUPS[form]}"
-
-
-def turn_tokens(out: nl.NkiTensor, x: nl.NkiTensor, table: nl.NkiTensor, back: bool, quantize: bool, form: str) -> None:
-    """``rotate`` of this core's tokens of x [T, H, D] to out, both @ HBM."""
     tokens, heads, dim = x.shape
     rotary, unit = table.shape[2], GROUPS[form] if quantize else 1
     first, mine = core_share(tokens)
@@ -115,6 +65,20 @@ def turn_tokens(out: nl.NkiTensor, x: nl.NkiTensor, table: nl.NkiTensor, back: b
             else:
                 qdq_fp4(groups, form)
         nisa.dma_copy(dst=folded(out[start:end].flatten_dims(0, 1), parts), src=x_sb)
+    return out
+
+
+def check(x: nl.NkiTensor, table: nl.NkiTensor, quantize: bool, form: str) -> None:
+    """Refuses shapes and dtypes that do not fit."""
+    tokens, heads, dim = x.shape
+    rotary = table.shape[2]
+    assert table.shape == (tokens, 2, rotary), f"table {table.shape}, expected {(tokens, 2, rotary)}"
+    assert heads <= PARTITIONS, f"x {x.shape}: at most {PARTITIONS} heads"
+    assert rotary % 2 == 0 and rotary <= dim, f"table {table.shape}: an even number of columns, at most {dim}"
+    assert dim <= MOST_COLUMNS, f"x {x.shape}: at most {MOST_COLUMNS} columns"
+    assert form in GROUPS, f"form {form}: expected fp8, fp4_ue8m0 or fp4_e4m3"
+    assert not quantize or x.dtype == nl.bfloat16, f"quantize: x is {x.dtype}, expected bfloat16"
+    assert not quantize or dim % GROUPS[form] == 0, f"quantize: x {x.shape}, columns no multiple of {GROUPS[form]}"
 
 
 def parts_of(rows: int, dim: int, rotary: int, unit: int) -> int:
