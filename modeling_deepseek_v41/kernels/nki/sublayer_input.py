@@ -46,8 +46,8 @@ def sublayer_input(
         pre = sigmoid(logits[0]) + eps;  post = 2 sigmoid(logits[1]);  comb = sinkhorn(softmax(logits[2:]) + eps)
 
     Cost:
-        Per T rows of a core: hc J + 2 (2 rounds + 1) + 8 nc_matmul and, per R rows, two more and hc transposes; 2 rounds + 1
-        reciprocals on VectorE, each half of a round 0.165 us. Bound: latency. Predicted for 6 rows of 4 x 5120, two cores:
+        Per T rows of a core: hc J + 2 (2 rounds + 1) + 6 nc_matmul and, per R rows, three more and hc transposes; 2 rounds + 2
+        reciprocals on VectorE; a half of a round takes 0.165 us. Bound: latency. Predicted for 6 rows of 4 x 5120, two cores:
         19.3 us, of which 4 us are load and store, 2.1 us the exchange and 6.4 us 39 halves of rounds; VectorE 3.3 us. In
         three launches 38.7 us and 9.9 us. 128 rows 108 us, bound 53: ScalarE.
     """
