@@ -15,7 +15,7 @@ from .rows import by_rows
 
 
 class HyperConnection(nn.Module):
-    """The mixing coefficients of one sublayer, computed from the streams before it."""
+    """What stands before one sublayer: its mixing coefficients, computed from the streams, and its input."""
 
     def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
         super().__init__()
@@ -26,10 +26,10 @@ class HyperConnection(nn.Module):
         self.base = frozen(count)
         self.scale = frozen(count)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Streams x [B, T, hc, d] to pre [B, T, hc], post [B, T, hc] and comb [B, T, hc, hc], all fp32."""
-        raw = self.arithmetic.ops.linear(x.flatten(-2), self.fn, False, self.arithmetic)
-        return self.arithmetic.ops.mixes(raw, x, self.scale, self.base, self.rounds, self.eps, self.norm_eps, self.arithmetic)
+    def forward(self, x: Tensor, pre_mix: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``sublayer_input`` of the streams x, the previous sublayer's pre and the weight of the sublayer's norm."""
+        weights, constants = (self.fn, self.scale, self.base, weight), (self.rounds, self.eps, self.norm_eps)
+        return self.arithmetic.ops.sublayer_input(x, pre_mix, *weights, *constants, self.arithmetic)
 
     def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``_fn, _base and _scale [3], the last spread over the mixes that it scales."""
@@ -38,6 +38,21 @@ class HyperConnection(nn.Module):
         fill(self, "base", checkpoint.tensor(f"{name}_base").clone())
         scale = checkpoint.tensor(f"{name}_scale")
         fill(self, "scale", scale.repeat_interleave(spread, output_size=self.scale.shape[0]))
+
+
+def sublayer_input(
+    x: Tensor, pre_mix: Tensor, fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor, rounds: int, eps: float,
+    norm_eps: float, arithmetic: Arithmetic,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """h, the collapse of the streams x [B, T, hc, d] with the previous sublayer's pre_mix [B, T, hc], and x's own mixes.
+
+    fn [(2 + hc) * hc, hc * d], scale and base like its rows, weight [d] of the sublayer's norm. Returns h [B, T, d], pre and
+    post [B, T, hc] and comb [B, T, hc, hc] (``mixes``); all fp32, h rounded.
+    """
+    ops = arithmetic.ops
+    raw = ops.linear(x.flatten(-2), fn, False, arithmetic)
+    pre, post, comb = ops.mixes(raw, x, scale, base, rounds, eps, norm_eps, arithmetic)
+    return ops.collapse(x, pre_mix, weight, norm_eps, arithmetic), pre, post, comb
 
 
 def mixes(

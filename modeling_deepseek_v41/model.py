@@ -58,13 +58,11 @@ class Block(nn.Module):
         those made before this layer's attention; post and comb are the sublayer's own.
         """
         ops = self.arithmetic.ops
-        attn_pre, attn_post, attn_comb = self.hc_attn(x)
-        h = ops.collapse(x, pre_mix, self.attn_norm.weight, self.attn_norm.eps, self.arithmetic)
+        h, attn_pre, post, comb = self.hc_attn(x, pre_mix, self.attn_norm.weight)
         y, selection = self.attn(h, rotary, call, state, selection)
-        x = ops.expand(y, x, attn_post, attn_comb, self.arithmetic)
-        ffn_pre, ffn_post, ffn_comb = self.hc_ffn(x)
-        h = ops.collapse(x, attn_pre, self.ffn_norm.weight, self.ffn_norm.eps, self.arithmetic)
-        return ops.expand(self.ffn(h, call.rank), x, ffn_post, ffn_comb, self.arithmetic), ffn_pre, selection
+        x = ops.expand(y, x, post, comb, self.arithmetic)
+        h, ffn_pre, post, comb = self.hc_ffn(x, attn_pre, self.ffn_norm.weight)
+        return ops.expand(self.ffn(h, call.rank), x, post, comb, self.arithmetic), ffn_pre, selection
 
 
 class DeepseekV41Model(nn.Module):

@@ -29,6 +29,11 @@ def connection(hc: int, iterations: int, kernels: str, numerics: str = "fp32", s
     return module
 
 
+def mixes(module: HyperConnection, x: Tensor) -> tuple[Tensor, ...]:
+    """pre, post and comb of streams x."""
+    return module(x, torch.ones(x.shape[:-1]), torch.ones(x.shape[-1]))[1:]
+
+
 def expected_mixes(module: HyperConnection, x: np.ndarray, iterations: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """pre [hc], post [hc] and comb [from, to] of one token's streams x [hc, d]."""
     hc, eps = x.shape[0], 1e-6
@@ -55,7 +60,7 @@ def test_mixes_are_those_of_the_text(hc: int, iterations: int, shape: tuple[int,
     module = connection(hc, iterations, kernels, seed=hc)
     for size in (1.0, 1e-8, 1e8):
         x = torch.randn(*shape, hc, TINY.hidden_size, generator=torch.Generator().manual_seed(1)) * size
-        found = module(x)
+        found = mixes(module, x)
         for b in range(shape[0]):
             for t in range(shape[1]):
                 for part, expected in zip(found, expected_mixes(module, x[b, t].double().numpy(), iterations), strict=True):
@@ -66,7 +71,7 @@ def test_mixes_are_those_of_the_text(hc: int, iterations: int, shape: tuple[int,
 def test_coefficients_are_fp32_in_every_arithmetic(kernels: str) -> None:
     x = torch.randn(1, 2, 4, TINY.hidden_size).bfloat16().float()
     release, exact = connection(4, 20, kernels, "release"), connection(4, 20, kernels, "fp32")
-    for found, expected in zip(release(x), exact(x), strict=True):
+    for found, expected in zip(mixes(release, x), mixes(exact, x), strict=True):
         assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
@@ -74,14 +79,23 @@ def test_coefficients_are_fp32_in_every_arithmetic(kernels: str) -> None:
 def test_post_has_no_epsilon_and_pre_has(kernels: str) -> None:
     module = connection(4, 20, kernels)
     module.base[:8] = -100.0
-    pre, post, _ = module(torch.randn(1, 1, 4, TINY.hidden_size))
+    pre, post, _ = mixes(module, torch.randn(1, 1, 4, TINY.hidden_size))
     assert (post < 1e-30).all() and (pre >= 0.999e-6).all() and (pre < 1.1e-6).all()
 
 
 @KERNELS
 def test_streams_of_zeros_give_finite_coefficients(kernels: str) -> None:
-    for part in connection(4, 20, kernels)(torch.zeros(1, 2, 4, TINY.hidden_size)):
+    for part in mixes(connection(4, 20, kernels), torch.zeros(1, 2, 4, TINY.hidden_size)):
         assert part.isfinite().all()
+
+
+@KERNELS
+@BATCH
+def test_the_input_is_the_collapse_with_the_mix_before(shape: tuple[int, int], kernels: str) -> None:
+    module = connection(4, 20, kernels, "release")
+    x = torch.randn(*shape, 4, TINY.hidden_size).bfloat16().float()
+    before, weight, a = torch.rand(*shape, 4), torch.rand(TINY.hidden_size), module.arithmetic
+    assert torch.equal(module(x, before, weight)[0], a.ops.collapse(x, before, weight, TINY.rms_norm_eps, a))
 
 
 class Stored:

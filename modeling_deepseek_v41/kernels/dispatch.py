@@ -37,6 +37,7 @@ TORCH = Operations(
     normalise=linear.rms_norm,
     rotate=rope.rotate,
     rotate_and_quantise=rope.rotate_and_quantise,
+    sublayer_input=hyper_connections.sublayer_input,
     mixes=hyper_connections.mixes,
     collapse=hyper_connections.collapse,
     weighted_sum=hyper_connections.weighted_sum,

@@ -2,8 +2,9 @@
 """A loaded model's weights in the order in which the NKI kernels stream them: put there once, in the place of the stored ones.
 
 Parameters keep their names. A linear [n, k] becomes [C, min(k, 128), ceil(k / 128) * n / C] for C cores, two of them where n is
-even (nki/linear_layout.py), in the arithmetic's dtype, which holds what the checkpoint stores; the hyper-connections' fn stays
-fp32. The output projection's groups stand one after the other, [G C, ...]; the experts of a bank kept in bf16, as the shared
+even (nki/linear_layout.py), in the arithmetic's dtype, which holds what the checkpoint stores. The hyper-connections' fn, scale
+and base become operands of one kernel (nki/streams_layout.py), or fn a linear where that kernel's parts do not fit; all fp32.
+The output projection's groups stand one after the other, [G C, ...]; the experts of a bank kept in bf16, as the shared
 expert is, are linears [E, C, ...]. A bank kept as fp8_exact becomes the fused kernel's operands w13 and w2
 (nki/experts_layout.py); an expert with a row that fp8 cannot hold becomes a linear in bf16 instead: its number is in
 ``places``, its weights are in ``exceptions``.
@@ -21,6 +22,10 @@ from ..linear import Linear
 from ..moe import Router
 from .nki.experts_layout import exact_rows, pack, stack
 from .nki.linear_layout import pack as pack_linear
+from .nki.streams_layout import by_stream, fits, pack_streams
+
+CORES = 2
+"""Of the kernel of a sublayer's input: hidden sizes are even."""
 
 
 def lay_out(model: nn.Module) -> None:
@@ -33,7 +38,7 @@ def lay_out(model: nn.Module) -> None:
         elif isinstance(module, Router):
             _put(module, weight=as_linear(module.weight.data.to(module.arithmetic.dtype)))
         elif isinstance(module, HyperConnection):
-            _put(module, fn=as_linear(module.fn.data))
+            _lay_out_streams(module)
         elif isinstance(module, ExpertBank):
             _lay_out_experts(module)
 
@@ -41,6 +46,15 @@ def lay_out(model: nn.Module) -> None:
 def as_linear(weight: Tensor) -> Tensor:
     """The linear kernel's operand of weight [n, k]."""
     return pack_linear(weight, 1 if weight.shape[0] % 2 else 2)
+
+
+def _lay_out_streams(module: HyperConnection) -> None:
+    hc, dim = module.hc, module.fn.shape[1] // module.hc
+    if not fits(hc, dim, CORES):
+        _put(module, fn=as_linear(module.fn.data))
+        return
+    mixes = {name: by_stream(getattr(module, name).data, hc).contiguous() for name in ("scale", "base")}
+    _put(module, fn=pack_streams(module.fn.data, hc, CORES), **mixes)
 
 
 def _lay_out_experts(bank: ExpertBank) -> None:

@@ -59,6 +59,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         normalise=rows.normalise,
         rotate=rows.rotate,
         rotate_and_quantise=rows.rotate_and_quantise,
+        sublayer_input=rows.sublayer_input,
         mixes=rows.mixes,
         collapse=rows.collapse,
         weighted_sum=rows.weighted_sum,

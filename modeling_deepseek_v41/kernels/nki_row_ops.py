@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import hyper_connections
 from ..rope import rotate_and_quantise
 from .nki_launch import PARTITIONS, Launch
 
@@ -27,12 +28,14 @@ class RowKernels:
         from .nki.rms_norm import collapse, collapse_streams, rms_norm
         from .nki.rotate import rotate
         from .nki.route import route
+        from .nki.sublayer_input import sublayer_input
         from .nki.swiglu import swiglu
 
         self._launch = launch
         self._rms_norm, self._rotate, self._mixes, self._collapse = rms_norm, rotate, mixes, collapse
         self._collapse_streams, self._expand, self._swiglu = collapse_streams, expand, swiglu
         self._engram_gate, self._compress_pool, self._route = engram_gate, compress_pool, route
+        self._sublayer_input = sublayer_input
 
     def normalise(self, x: Tensor, weight: Tensor, eps: float, arithmetic: "Arithmetic") -> Tensor:
         """linear.rms_norm: one kernel call."""
@@ -50,6 +53,19 @@ class RowKernels:
             return rotate_and_quantise(x, table, form, arithmetic)
         rows, constants = _rows(x if x.dim() == 4 else x.unsqueeze(2), 2, arithmetic), {"quantize": True, "form": form}
         return self._launch(self._rotate, rows, table.flatten(0, 1), **constants).float().view(x.shape)
+
+    def sublayer_input(
+        self, x: Tensor, pre_mix: Tensor, fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor, rounds: int, eps: float,
+        norm_eps: float, arithmetic: "Arithmetic",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """hyper_connections.sublayer_input of laid-out weights: one kernel call where fn's parts fit, else one by one."""
+        if scale.dim() == 1:
+            return hyper_connections.sublayer_input(x, pre_mix, fn, scale, base, weight, rounds, eps, norm_eps, arithmetic)
+        rows, weights = (_rows(x, 2, arithmetic), pre_mix.flatten(0, 1)), (fn, scale, base, weight.unsqueeze(0))
+        constants = {"rounds": rounds, "eps": eps, "norm_eps": norm_eps, "cores": fn.shape[0]}
+        h, *mixes = self._launch(self._sublayer_input, *rows, *weights, **constants)
+        pre, post, comb = (one.unflatten(0, x.shape[:2]) for one in mixes)
+        return h.float().unflatten(0, x.shape[:2]), pre, post, comb
 
     def mixes(
         self, raw: Tensor, x: Tensor, scale: Tensor, base: Tensor, rounds: int, eps: float, norm_eps: float,

@@ -30,6 +30,7 @@ class Operations:
     normalise: Callable
     rotate: Callable
     rotate_and_quantise: Callable
+    sublayer_input: Callable
     mixes: Callable
     collapse: Callable
     weighted_sum: Callable

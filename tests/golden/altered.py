@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling_deepseek_v41.loading import load_model
-from modeling_deepseek_v41.model import DeepseekV41Model
+from modeling_deepseek_v41.model import Block, DeepseekV41Model
 from modeling_deepseek_v41.verify.golden_set import GoldenSet
 from modeling_deepseek_v41.verify.run import teacher_forced
 
@@ -46,6 +46,12 @@ def altered_checkpoint(
 def zero(tensor: Tensor) -> None:
     """Every stored byte 0: the value 0, and for a scale 2^-127."""
     tensor.view(torch.uint8).zero_()
+
+
+def with_own_mix(block: Block, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A block's arguments with its own attention's pre in the place of the previous sublayer's."""
+    x, pre_mix, *rest = args
+    return x, block.hc_attn(x, pre_mix, block.attn_norm.weight)[1], *rest
 
 
 def load(folder: Path, numerics: str = "fp32") -> DeepseekV41Model:

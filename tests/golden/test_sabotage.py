@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from altered import altered_checkpoint, error, load, zero
+from altered import altered_checkpoint, error, load, with_own_mix, zero
 from driving import TINY
 from torch import Tensor, nn
 
@@ -127,18 +127,18 @@ def test_exchanged_engram_tables_show(folder: Path, golden: GoldenSet, tmp_path:
 def transposed_comb(model: DeepseekV41Model) -> None:
     for layer in model.layers:
         for mixes in (layer.hc_attn, layer.hc_ffn):
-            mixes.register_forward_hook(lambda module, args, out: (out[0], out[1], out[2].mT.contiguous()))
+            mixes.register_forward_hook(lambda module, args, out: (*out[:3], out[3].mT.contiguous()))
 
 
 def undelayed_mix(model: DeepseekV41Model) -> None:
     """Attention collapses with its own layer's pre instead of the previous sublayer's."""
     for layer in model.layers:
-        layer.register_forward_pre_hook(lambda module, args: (args[0], module.hc_attn(args[0])[0], *args[2:]))
+        layer.register_forward_pre_hook(with_own_mix)
 
 
 def post_of_one(model: DeepseekV41Model) -> None:
     for layer in model.layers:
-        layer.hc_ffn.register_forward_hook(lambda module, args, out: (out[0], out[1].clamp(max=1), out[2]))
+        layer.hc_ffn.register_forward_hook(lambda module, args, out: (*out[:2], out[2].clamp(max=1), out[3]))
 
 
 def normalised_queries(model: DeepseekV41Model) -> None:

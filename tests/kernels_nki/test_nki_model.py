@@ -25,7 +25,7 @@ from modeling_deepseek_v41.verify.run import learn, propose, teacher_forced
 TINY = Path(__file__).resolve().parents[1] / "data" / "golden" / "tiny_a"
 KERNELS = {
     "candidate_blocks", "collapse", "collapse_streams", "compress_pool", "engram_gate", "expand", "index_scores", "linear",
-    "mixes", "rms_norm", "rotate", "route", "sparse_attention", "swiglu", "top_k",
+    "rms_norm", "rotate", "route", "sparse_attention", "sublayer_input", "swiglu", "top_k",
 }  # fmt: skip
 """What a prefill, decode steps and drafts launch, whatever the numerics."""
 OF_BF16 = {"activation_qdq", "active_experts", "grouped_linear"}

@@ -14,8 +14,10 @@ from nki_emulator import real_nki
 from paired import close, pair
 from torch import Tensor
 
+from modeling_deepseek_v41.config import load_config
 from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.formats import qdq_fp4_e4m3, qdq_fp4_ue8m0, qdq_fp8
+from modeling_deepseek_v41.hyper_connections import HyperConnection
 from modeling_deepseek_v41.kernels import nki_attention_ops, nki_launch, nki_projection_ops, nki_row_ops
 from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
 from modeling_deepseek_v41.kernels.nki import fold, low_rank, sparse_attention, split
@@ -84,6 +86,30 @@ def test_mixes(dtype):
     arguments = (raw, x, normal(24, seed=2), normal(24, seed=3), 19, 1e-6, 1e-20)
     for found, expected in zip(kernels.ops.mixes(*arguments, kernels), plain.ops.mixes(*arguments, plain), strict=True):
         close(found, expected, torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("hc", "dim", "launches"),
+    [(4, 128, {"sublayer_input"}), (3, 96, {"sublayer_input"}), (2, 4192, {"linear", "mixes", "collapse"})],
+)
+def test_sublayer_input(hc, dim, launches, dtype):
+    """In one launch, and one by one where the columns of a stream divide into more parts than there are partitions."""
+    plain, kernels = pair(dtype)
+    config = dataclasses.replace(load_config(TINY / "ckpt"), hc_mult=hc, hidden_size=dim)
+    module, sound = HyperConnection(config, kernels), HyperConnection(config, plain)
+    for seed, parameter in enumerate(sound.parameters()):
+        parameter.copy_(normal(*parameter.shape, seed=seed) * (0.1 if parameter.dim() == 2 else 1.0))
+    module.load_state_dict(sound.state_dict())
+    kernels.ops.lay_out(module)
+    x, before = normal(2, 3, hc, dim).to(dtype).float(), normal(2, 3, hc, seed=5)
+    emulated.launched.clear()
+    h, *mixes = module(x, before, 1 + normal(dim, seed=6) / 4)
+    assert set(emulated.launched) == launches
+    expected, *coefficients = sound(x, before, 1 + normal(dim, seed=6) / 4)
+    close(h, expected, dtype)
+    for found, one in zip(mixes, coefficients, strict=True):
+        close(found, one, torch.float32)
 
 
 @DTYPES
