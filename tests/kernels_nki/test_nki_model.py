@@ -28,7 +28,7 @@ KERNELS = {
     "mixes", "rms_norm", "rotate", "route", "sparse_attention", "swiglu", "top_k",
 }  # fmt: skip
 """What a prefill, decode steps and drafts launch, whatever the numerics."""
-OF_BF16 = {"activation_qdq", "active_experts", "grouped_linear"}
+OF_BF16 = {"activation_qdq", "active_experts", "grouped_linear", "linears"}
 """What release numerics launch beside them: kernels of bf16 values."""
 OF_FP32 = {"compressed_qdq", "group_qdq"}
 """What fp32 numerics launch beside them: the QDQ of caches, which ``rotate`` does in passing where values are bf16."""
