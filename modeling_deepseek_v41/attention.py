@@ -84,11 +84,12 @@ class Attention(nn.Module):
         """x [B, T, d] and rotary rows to the rank's queries [B, T, h, D], not rotated, window KV as cached, what the indexer
         makes of the queries' latent, and what first the compressor and then the indexer make of x itself."""
         weights = self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight
-        of_qr, of_x = [], [] if self.compressor is None else self.compressor.linears
+        linears = [] if self.compressor is None else self.compressor.linears
+        of_qr = []
         if self.indexer is not None:
-            of_qr, of_x = [self.indexer.wq_b.weight], [*of_x, self.indexer.weights_proj]
-        plain = [(linear.weight, linear.rounds) for linear in of_x]
-        found = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics, of_qr, plain)
+            linears, of_qr = [*linears, self.indexer.weights_proj], [self.indexer.wq_b.weight]
+        of_x = [(linear.weight, linear.rounds) for linear in linears]
+        found = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics, of_qr, of_x)
         return found._replace(q=found.q.unflatten(-1, (self.heads, self.dim)), kv=self.window_kv(found.kv, table))
 
     def window_kv(self, kv: Tensor, table: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def test_refusals():
         ((2, 128, 256, 8, 8), {"norm": normal(1, 128)}, r"weight: expected \(1, 128, 128\) for 128 x 128, found"),
         ((2, 128, 256, 8, 8), {"wkv": coarse(8, 256, seed=1)}, r"weight: expected \(1, 128, 8\) for 128 x 8"),
         ((2, 128, 256, 8, 8), {"wq_b": coarse(8, 128, seed=1)}, r"weight: expected \(1, 128, 16\) for 256 x 8"),
-        ((2, 128, 256, 8, 8), {"wkv": normal(8, 128)}, "x and weights: bfloat16 only"),
+        ((2, 128, 256, 8, 8), {"wkv": normal(8, 128)}, "x bfloat16, wq_a bfloat16, weight float32: bfloat16 only"),
         ((2, 128, 256, 8, 8), {"rounds": (True,)}, r"expected \(2, 0\) for these weights, found \(2, 1\)"),
     ):
         case = Case(*sizes)

@@ -70,7 +70,8 @@ def query_projection(
     outs: list = []
     for i in range(len(weights)):
         check_weight(weights[i], low if 0 < i < behind else contraction, columns[i])
-        assert weights[i].dtype == wq_a.dtype == x.dtype == nl.bfloat16, "x and weights: bfloat16 only"
+        same = weights[i].dtype == nl.bfloat16 and wq_a.dtype == nl.bfloat16 and x.dtype == nl.bfloat16
+        assert same, f"x {x.dtype}, wq_a {wq_a.dtype}, weight {weights[i].dtype}: bfloat16 only"
         rounded = i < behind or rounds[i - behind]
         outs.append(nl.ndarray((rows, columns[i]), nl.bfloat16 if rounded else nl.float32, buffer=nl.shared_hbm))
 
