@@ -121,10 +121,10 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("beside", "index", "critical", "ratio"),
     [
-        ((), 0, 48.3, 1.22),
-        (((512, False), (512, False), (32, True)), 4096, 79.3, 1.15),
-        (((512, True), (32, True)), 4096, 71.9, 1.17),
-        (((32, True),), 4096, 64.5, 1.18),
+        ((), 0, 47.4, 1.20),
+        (((512, False), (512, False), (32, True)), 4096, 78.4, 1.14),
+        (((512, True), (32, True)), 4096, 71.0, 1.15),
+        (((32, True),), 4096, 63.6, 1.17),
     ],
 )
 def test_cost(beside, index, critical, ratio):
@@ -138,7 +138,7 @@ def test_cost(beside, index, critical, ratio):
     assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
     assert trace.critical_path_us() <= ratio * bound
     assert trace.busy()["vector"] < 6.4
-    assert trace.peak()["sbuf"] <= 42 * 1024
+    assert trace.peak()["sbuf"] <= 48 * 1024
 
 
 @pytest.mark.parametrize("source", [module, low_rank])

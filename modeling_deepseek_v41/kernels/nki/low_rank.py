@@ -10,11 +10,12 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .experts_stream import SMALL_EXCHANGE
-from .linear_stream import pieces
-from .split import BANK, PARTITIONS
+from .split import BANK, PARTITIONS, tiles
 
 SLOTS = BANK // PARTITIONS
 MOST_ROWS = PARTITIONS // SLOTS
+PIECE_BYTES = 20480
+"""Per partition of a DMA of a narrow linear's weights: whole ones to the end, for what waits for it has a stream of its own."""
 
 
 def check_low(rows: int, contraction: int, low: int) -> None:
@@ -44,8 +45,7 @@ def slot_sums(between_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.
     _, k_tiles, wide = between_sb.shape
     last = (wide - MOST_ROWS) // 2
     sums_psum = nl.ndarray((last + MOST_ROWS, PARTITIONS), nl.float32, buffer=nl.psum)
-    k = 0
-    for n in pieces(k_tiles, 2 * width, True):
+    for k, n in tiles(k_tiles, max(PIECE_BYTES // (2 * width), 1)):
         weight_sb = nl.ndarray((PARTITIONS, n, width), nl.bfloat16, buffer=nl.sbuf)
         nisa.dma_copy(dst=weight_sb, src=stream[:, k * width : (k + n) * width].reshape_dim(1, (n, width)))
         for i in range(n):
@@ -57,7 +57,6 @@ def slot_sums(between_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.
                     moving=weight_sb[:, i, s * PARTITIONS : (s + 1) * PARTITIONS],
                     accumulate=k + i + s > 0,
                 )
-        k += n
     return sums_psum
 
 

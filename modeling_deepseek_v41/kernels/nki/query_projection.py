@@ -51,8 +51,8 @@ def query_projection(
     Cost:
         Per core: K L / (C 128^2) matmuls of 128 columns, K / 128 or L / 128 times ceil(N / 512 C) of up to 512 for each weight
         that follows. Bound: the weights' bytes at 362.5 GB/s. Predicted for 6 rows, two cores, 5120 x (1280 and 512) and
-        1280 x 4096: 48.3 us, 1.22 times the bound of 39.8. With 1280 x 4096 of the indexer and of x the indexer's 32 columns,
-        64.5 us, 1.18 times; with a compressor's 512 as well, 71.9, 1.17 times; with twice 512, 79.3, 1.15 times.
+        1280 x 4096: 47.4 us, 1.20 times the bound of 39.8. With 1280 x 4096 of the indexer and of x the indexer's 32 columns,
+        63.6 us, 1.17 times; with a compressor's 512 as well, 71.0, 1.15 times; with twice 512, 78.4, 1.14 times.
         VectorE: 6.3 us, most of it the QDQs'; GpSimd: 3.8 us, zeros.
     """
     rows, contraction = x.shape
