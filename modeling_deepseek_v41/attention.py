@@ -12,6 +12,7 @@ from .indexer import Indexer
 from .linear import Linear, RMSNorm, frozen
 from .numerics import Arithmetic
 from .parallel import ColumnParallelLinear, Parallel, RowParallelLinear, place_of
+from .projections import Projected
 from .rope import rotate
 from .rows import PREFILL_TILE
 from .state import Call, State, windows
@@ -65,25 +66,31 @@ class Attention(nn.Module):
         """x = attn_norm(collapse(streams)) [B, T, d] to the sublayer's output [B, T, d] and the selection to hand on."""
         numerics = self.numerics
         table = rotary.compressed_rows if self.ratio else rotary.plain_rows
-        q, qr, kv = self.inputs(x, table)
+        q, kv, of_qr, of_x = self.inputs(x, table)
         if self.compressor is not None and self.indexer is not None:
-            latent, groups, complete = self.compressor(x, call, state)
+            latent, groups, complete = self.compressor(of_x[:-1], call, state)
             first = (groups * self.ratio).clamp_max(rotary.compressed.shape[0] - 1)
             at_group = rotary.compressed[first]
             self.compressor.publish(latent, groups, complete, at_group, state)
             self.indexer.publish(latent, groups, complete, at_group, state)
         if self.indexer is not None:
-            selection = Selection(*self.indexer(x, qr, table, selection.candidates, call, state))
+            selection = Selection(*self.indexer(of_qr[0], of_x[-1], table, selection.candidates, call, state))
         far = (state[f"ckv.{self.source}"], selection.topk_idxs) if self.ratio else None
         o = numerics.ops.attend(q, kv, self.ring, far, table, self.attn_sink, self.window, state, numerics)
         state.write_ring(self.ring, kv)
         return self.output(o, call.rank), selection
 
-    def inputs(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, d] and rotary rows to the rank's queries [B, T, h, D], not rotated, their latent qr after QDQ, window KV."""
+    def inputs(self, x: Tensor, table: Tensor) -> Projected:
+        """x [B, T, d] and rotary rows to the rank's queries [B, T, h, D], not rotated, window KV as cached, what the indexer
+        makes of the queries' latent, and what first the compressor and then the indexer make of x itself."""
         weights = self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight
-        q, qr, kv = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics)
-        return q.unflatten(-1, (self.heads, self.dim)), qr, self.window_kv(kv, table)
+        linears = [] if self.compressor is None else self.compressor.linears
+        of_qr = []
+        if self.indexer is not None:
+            linears, of_qr = [*linears, self.indexer.weights_proj], [self.indexer.wq_b.weight]
+        of_x = [(linear.weight, linear.rounds) for linear in linears]
+        found = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics, of_qr, of_x)
+        return found._replace(q=found.q.unflatten(-1, (self.heads, self.dim)), kv=self.window_kv(found.kv, table))
 
     def window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
         """wkv's result [B, T, D] and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""

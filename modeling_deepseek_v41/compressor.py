@@ -21,24 +21,29 @@ class Compressor(nn.Module):
             self.wgate = Linear(config.hidden_size, config.head_dim, arithmetic, rounds=False)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, arithmetic)
 
-    def forward(self, x: Tensor, call: Call, state: State) -> tuple[Tensor, Tensor, Tensor]:
-        """The call's input x [B, T, d] to latents [B, n, D], group numbers [B, n] and whether each completes in this call.
+    @property
+    def linears(self) -> list[Linear]:
+        """What takes the call's input: wkv and, for r above 1, wgate."""
+        return [self.wkv, self.wgate] if self.ratio > 1 else [self.wkv]
+
+    def forward(self, projected: list[Tensor], call: Call, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Results [B, T, D] of ``linears`` to latents [B, n, D], group numbers [B, n] and whether each completes in this call.
 
         n = ceil(T / r) is the most groups that T tokens can complete.
         """
-        r, tokens = self.ratio, x.shape[1]
-        groups = call.start[:, None] // r + torch.arange(-(-tokens // r), device=x.device)
+        r, (batch, tokens, _), device = self.ratio, projected[0].shape, projected[0].device
+        groups = call.start[:, None] // r + torch.arange(-(-tokens // r), device=device)
         last = groups * r + r - 1
         end = (call.start + call.length)[:, None]
         complete = (last >= call.start[:, None]) & (last < end)
         if r == 1:
-            return self.norm(self.wkv(x)), groups, complete
-        raw = torch.stack([self.wkv(x), self.wgate(x)], 2)
+            return self.norm(projected[0]), groups, complete
+        raw = torch.stack(projected, 2)
         rows = windows(state.history(f"craw.{self.layer}", r - 1), raw)
         state.write_ring(f"craw.{self.layer}", raw)
         first = groups * r - call.start[:, None] + r - 1
-        index = (first.unsqueeze(-1) + torch.arange(r, device=x.device)).clamp_max(rows.shape[1] - 1)
-        kv, score = rows[torch.arange(x.shape[0], device=x.device)[:, None, None], index].unbind(3)
+        index = (first.unsqueeze(-1) + torch.arange(r, device=device)).clamp_max(rows.shape[1] - 1)
+        kv, score = rows[torch.arange(batch, device=device)[:, None, None], index].unbind(3)
         latent = self.numerics.ops.compress_pool(kv, score, self.norm.weight, self.norm.eps, self.numerics)
         return latent, groups, complete
 

@@ -37,26 +37,29 @@ class Indexer(nn.Module):
         key = self.numerics.rotated_index(self.k_norm(self.wk(latent)), table)
         state.write_groups(f"ikey.{self.source}", key, groups, complete)
 
+    def scored(self, heads: Tensor, weights: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of wq_b [B, T, heads * dim] and weights_proj [B, T, heads] as they meet the keys, in the numerics' dtype:
+        queries [B, T, heads, dim], rotated and quantised, and their scaled weights."""
+        query = self.numerics.rotated_index(heads.unflatten(-1, (self.heads, self.dim)), table)
+        return query, weights.to(self.numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
+
     def forward(
-        self, x: Tensor, qr_input: Tensor, table: Tensor, candidates: Tensor | None, call: Call, state: State
+        self, heads: Tensor, weights: Tensor, table: Tensor, candidates: Tensor | None, call: Call, state: State
     ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, d], the quantised q latent qr_input [B, T, q_lora_rank] and rotary rows to the selection.
+        """Results of wq_b [B, T, heads * dim] and weights_proj [B, T, heads] and rotary rows to the selection.
 
         Returns topk_idxs [B, T, index_topk] int64, ascending, -1 where fewer, and the candidate blocks [B, T, blocks] bool
         (new ones at the candidate source, else what came in).
         """
-        numerics = self.numerics
-        heads = self.wq_b(qr_input).unflatten(-1, (self.heads, self.dim))
-        query = numerics.rotated_index(heads, table)
-        weights = self.weights_proj(x).to(numerics.dtype) * (self.dim**-0.5 * self.heads**-0.5)
-        tokens = x.shape[1]
+        query, weights = self.scored(heads, weights, table)
+        numerics, (batch, tokens) = self.numerics, query.shape[:2]
         tile = numerics.ops.index_rows if tokens <= numerics.exact_tokens else PREFILL_TILE
         cache = state[f"ikey.{self.source}"]
         count = groups_read(call, self.ratio, cache.shape[2])
         split, size = PositionSplit(self.group, call.rank), self.config.candidate_block_size
-        positions = split.own(torch.arange(count, device=x.device))
+        positions = split.own(torch.arange(count, device=query.device))
         chosen, maxima = [], []
-        for row in range(x.shape[0]):
+        for row in range(batch):
             keys, slot = split.keys(cache, call.slot[row : row + 1].clamp_min(0), count)
             for first in range(0, tokens, tile):
                 part = slice(first, first + tile)
@@ -73,7 +76,7 @@ class Indexer(nn.Module):
                 chosen.append(split.best(own, scores, positions))
         blocks = torch.cat(maxima) if maxima else None
         topk_idxs, blocks = split.merge(torch.cat(chosen), blocks, size, self.config.index_topk, numerics)
-        shape = (x.shape[0], tokens)
+        shape = (batch, tokens)
         if blocks is not None:
             c, seen = self.config, call.reach.view(-1, 1) // self.ratio
             found = numerics.ops.candidate_blocks(blocks, seen, c.candidate_block_size, c.candidate_topk_blocks)

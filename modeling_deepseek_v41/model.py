@@ -174,7 +174,8 @@ class DeepseekV41Model(nn.Module):
             return self.parallel.world.sum(part), {}
         grams = self._grams(ids, call, state)
         embedded, *rows = self.parallel.world.sums(part, *(engram.look_up(grams, call.rank) for engram in engrams.values()))
-        columns = (engram.project(looked_up) for engram, looked_up in zip(engrams.values(), rows, strict=True))
+        weights = [engram.wkv.weight for engram in engrams.values()]
+        columns = self.numerics.ops.quantised_linears(rows, weights, self.numerics)
         hc, d = self.config.hc_mult, self.config.hidden_size
         kv = (whole[..., : (hc + 1) * d].unflatten(-1, (hc + 1, d)) for whole in self.parallel.world.gathers(*columns))
         return embedded, dict(zip(engrams, kv, strict=True))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention's projections, before and behind it, as one operation each (docs/model.md, section 4)."""
+"""Linears that belong together: the attention's before and behind it (docs/model.md, section 4), small ones side by side."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -14,17 +15,34 @@ Part = tuple[int, Tensor]
 """Into how many parts a latent is cut, and the place [1] int64 of the rank's own."""
 
 
+class Projected(NamedTuple):
+    """What a layer's attention, compressor and indexer make of its input: fp32, before what follows."""
+
+    q: Tensor
+    """[B, T, n]."""
+    kv: Tensor
+    """[B, T, D]."""
+    of_qr: list[Tensor]
+    """[B, T, n] of each further weight of the queries' latent."""
+    of_x: list[Tensor]
+    """[B, T, n] of each further weight of the input itself."""
+
+
 def query_projection(
-    x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q = wq_b(qr) [B, T, n], qr = activation(norm(wq_a(activation(x)))) [B, T, L] and kv = wkv(activation(x)) [B, T, D].
+    x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic",
+    of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
+) -> Projected:  # fmt: skip
+    """q = wq_b(qr), qr = activation(norm(wq_a(activation(x)))) [B, T, L], kv = wkv(activation(x)), and further weights.
 
     x [B, T, d] fp32, not yet through the activation QDQ; weights [L, d], [n, L] and [D, d] fp32 or bf16, q_norm [L] fp32.
-    Each result is fp32, rounded to the arithmetic's dtype; kv is before its norm.
+    ``of_qr``: weights [n, L] that take qr. ``of_x``: weights [n, d] that take x as it is, and whether the result is rounded to
+    the arithmetic's dtype, as all others are.
     """
     ops, quantised = arithmetic.ops, arithmetic.activation(x)
     qr = arithmetic.activation(ops.normalise(ops.linear(quantised, wq_a, True, arithmetic), q_norm, eps, arithmetic))
-    return ops.linear(qr, wq_b, True, arithmetic), qr, ops.linear(quantised, wkv, True, arithmetic)
+    q, *others = (ops.linear(qr, weight, True, arithmetic) for weight in (wq_b, *of_qr))
+    kv = ops.linear(quantised, wkv, True, arithmetic)
+    return Projected(q, kv, others, [ops.linear(x, weight, rounds, arithmetic) for weight, rounds in of_x])
 
 
 def output_projection(
@@ -41,3 +59,13 @@ def output_projection(
     if part is not None:
         low = own_part(low, low.shape[-1], *part)
     return arithmetic.ops.linear(low, wo_b, rounds, arithmetic)
+
+
+def quantised_linears(xs: Sequence[Tensor], weights: Sequence[Tensor], arithmetic: "Arithmetic") -> list[Tensor]:
+    """Each of ``weights`` [n, k] fp32 or bf16 of activation(x), for the one x in ``xs`` or one for each weight.
+
+    x [B, T, k] fp32, not yet through the activation QDQ; results [B, T, n] fp32, rounded to the arithmetic's dtype.
+    """
+    quantised = [arithmetic.activation(x) for x in xs]
+    inputs = quantised if len(xs) == len(weights) else quantised * len(weights)
+    return [arithmetic.ops.linear(x, weight, True, arithmetic) for x, weight in zip(inputs, weights, strict=True)]

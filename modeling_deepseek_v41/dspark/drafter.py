@@ -63,10 +63,11 @@ class Drafter(nn.Module):
         at their positions overwrites them.
         """
         first, numerics = self.stages[0], self.numerics
-        main_x = numerics.activation(first.main_norm(first.main_proj(numerics.activation(taps))))
+        main_x = first.main_norm(first.main_proj(numerics.activation(taps)))
         table = self._rotary_rows(state.call.positions)
-        for stage in self.stages:
-            state.write_ring(stage.attn.ring, stage.attn.window_kv(stage.attn.wkv(main_x), table))
+        kvs = numerics.ops.quantised_linears([main_x], [stage.attn.wkv.weight for stage in self.stages], numerics)
+        for stage, kv in zip(self.stages, kvs, strict=True):
+            state.write_ring(stage.attn.ring, stage.attn.window_kv(kv, table))
 
     def propose(
         self, token: Tensor, rank: Tensor, state: State, embed: Callable[[Tensor, Tensor], Tensor],
@@ -83,11 +84,10 @@ class Drafter(nn.Module):
         h = self._run_block(token, rank, state, embed)
         last = self.stages[-1]
         base = head(last.norm(h))
-        ids, logits, probabilities, confidence = [], [], [], []
+        ids, logits, probabilities, known = [], [], [], []
         for i in range(num_draft_tokens):
-            known = last.markov_head.embed(token).unsqueeze(1)
-            now = base[:, i : i + 1] + last.markov_head.head(known)
-            confidence.append(last.confidence_head(torch.cat([h[:, i : i + 1], known], -1)).flatten())
+            known.append(last.markov_head.embed(token).unsqueeze(1))
+            now = base[:, i : i + 1] + last.markov_head.head(known[i])
             if choice is None or uniforms is None:
                 token = greedy(now.squeeze(1))
             else:
@@ -96,7 +96,8 @@ class Drafter(nn.Module):
             ids.append(token)
             logits.append(now)
         chances = torch.cat(probabilities, 1) if probabilities else None
-        return Drafts(torch.stack(ids, 1), torch.cat(logits, 1), chances, torch.stack(confidence, 1))
+        confidence = last.confidence_head(torch.cat([h[:, :num_draft_tokens], torch.cat(known, 1)], -1)).squeeze(-1)
+        return Drafts(torch.stack(ids, 1), torch.cat(logits, 1), chances, confidence)
 
     def _run_block(self, token: Tensor, rank: Tensor, state: State, embed: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The block [token, noise, ...] through the stages to the collapsed streams [B, block, d] before ``norm``."""

@@ -23,7 +23,7 @@ class StageAttention(Attention):
     def forward(self, x: Tensor, rotary: Rotary, call: Call, state: State, selection: Selection) -> tuple[Tensor, Selection]:
         """x [B, block, d] to the sublayer's output [B, block, d]; the block's own KV is not kept."""
         table = rotary.plain_rows
-        q, _, kv = self.inputs(x, table)
+        q, kv, *_ = self.inputs(x, table)
         o = self.numerics.ops.attend_block(q, kv, self.ring, table, self.attn_sink, self.window, state, self.numerics)
         return self.output(o, call.rank), selection
 

@@ -52,7 +52,7 @@ class EngramTable(nn.Module):
 
 
 class Engram(nn.Module):
-    """One engram layer. ``look_up`` and ``project`` follow from token ids alone; ``forward`` changes the streams."""
+    """One engram layer. ``look_up``, and ``wkv`` of it, follow from token ids alone; ``forward`` changes the streams."""
 
     def __init__(self, config: ModelConfig, layout: EngramLayout, arithmetic: Arithmetic, world: Group):
         super().__init__()
@@ -67,10 +67,6 @@ class Engram(nn.Module):
     def look_up(self, windows: Tensor, rank: Tensor) -> Tensor:
         """n-gram windows int [B, T, n] of compressed ids to this rank's share of their table rows, [B, T, columns * dim]."""
         return self.embed(row_ids(windows, self.layout), rank)
-
-    def project(self, rows: Tensor) -> Tensor:
-        """The table rows [B, T, columns * dim] to this rank's columns of keys and value."""
-        return self.wkv(self.arithmetic.activation(rows))
 
     def forward(self, x: Tensor, kv: Tensor) -> Tensor:
         """Streams x [B, T, hc, d] fp32 and the looked-up kv [B, T, hc + 1, d] to the streams with the gated value added."""

@@ -26,6 +26,7 @@ TORCH = Operations(
     grouped=rows.grouped,
     query_projection=projections.query_projection,
     output_projection=projections.output_projection,
+    quantised_linears=projections.quantised_linears,
     attend=attention.attend,
     attend_block=attention.attend_block,
     index_scores=indexer.index_scores,

@@ -48,6 +48,7 @@ def nki_operations(name: str, launch: Launch) -> Operations:
         grouped=linears.grouped,
         query_projection=projections.query_projection,
         output_projection=projections.output_projection,
+        quantised_linears=projections.quantised_linears,
         attend=attention.attend,
         attend_block=attention.attend_block,
         index_scores=attention.index_scores,

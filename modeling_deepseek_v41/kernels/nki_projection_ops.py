@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention's projections as launches of NKI kernels."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import projections
-from ..projections import Part
+from ..projections import Part, Projected
 from .nki_launch import PARTITIONS, Launch
 from .nki_linear_ops import columns_of
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
-CORES, MOST_ROWS = 2, 32
-"""Of the fused kernels: cores, and rows per call (kernels/nki/low_rank.py)."""
+CORES, MOST_ROWS, MOST_OF_X = 2, 32, 3
+"""Of the fused kernels: cores, rows per call (kernels/nki/low_rank.py), and weights of x as it is."""
+SIDE_BY_SIDE = (2, 3)
+"""Weights that ``linears`` takes."""
 
 
 class ProjectionKernels:
@@ -25,24 +28,32 @@ class ProjectionKernels:
     """
 
     def __init__(self, launch: Launch):
+        from .nki.linears import linears
         from .nki.output_projection import output_projection
         from .nki.query_projection import query_projection
 
-        self._launch, self._query_projection, self._output_projection = launch, query_projection, output_projection
+        self._launch, self._linears = launch, linears
+        self._query_projection, self._output_projection = query_projection, output_projection
 
     def query_projection(
-        self, x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic"
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """projections.query_projection of laid-out weights: fused, a kernel call per 32 rows."""
-        low, weights = q_norm.shape[0], (wq_a, q_norm.unsqueeze(0), wq_b, wkv)
-        if not _fits(x, x.shape[-1], low, (wq_a, wq_b, wkv), arithmetic):
-            return projections.query_projection(x, wq_a, q_norm, wq_b, wkv, eps, arithmetic)
-        sizes = {"low": low, "columns": columns_of(wq_b, low), "dim": columns_of(wkv, x.shape[-1])}
-        options = sizes | {"eps": eps, "quantize": arithmetic.quantize_activations, "cores": CORES}
+        self, x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic",
+        of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
+    ) -> Projected:  # fmt: skip
+        """projections.query_projection of laid-out weights: fused, a kernel call per 32 rows, with a weight of qr and up to
+        three of x beside the attention's, as index sources have."""
+        k, low, plain = x.shape[-1], q_norm.shape[0], [weight for weight, _ in of_x]
+        beside = len(of_qr) == min(len(of_x), 1) and len(of_x) <= MOST_OF_X
+        if not beside or not _fits(x, k, low, (wq_a, wq_b, wkv, *of_qr, *plain), arithmetic):
+            return projections.query_projection(x, wq_a, q_norm, wq_b, wkv, eps, arithmetic, of_qr, of_x)
+        latent = [columns_of(weight, low) for weight in (wq_b, *of_qr)]
+        columns = columns_of(wkv, k), *latent, *(columns_of(weight, k) for weight in plain)
+        options = {"columns": columns, "rounds": tuple(rounds for _, rounds in of_x), "eps": eps}
+        options |= {"quantize": arithmetic.quantize_activations, "cores": CORES}
+        weights = wq_a, q_norm.unsqueeze(0), wkv, wq_b, *of_qr, *plain
         rows = x.flatten(0, 1).bfloat16().split(MOST_ROWS)
         found = [self._launch(self._query_projection, some, *weights, **options) for some in rows]
-        q, qr, kv = (torch.cat(part).float().unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
-        return q, qr, kv
+        kv, q, *others = (torch.cat(part).float().unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
+        return Projected(q, kv, others[: len(of_qr)], others[len(of_qr) :])
 
     def output_projection(
         self, o: Tensor, wo_a: Tensor, wo_b: Tensor, groups: int, part: Part | None, rounds: bool, arithmetic: "Arithmetic"
@@ -59,9 +70,24 @@ class ProjectionKernels:
         found = [self._launch(self._output_projection, some, wo_a, wo_b, **options) for some in rows]
         return torch.cat(found).float().unflatten(0, o.shape[:2])
 
+    def quantised_linears(self, xs: Sequence[Tensor], weights: Sequence[Tensor], arithmetic: "Arithmetic") -> list[Tensor]:
+        """projections.quantised_linears of laid-out weights: of two or three fused, a kernel call per 32 rows."""
+        k = xs[0].shape[-1]
+        if len(weights) not in SIDE_BY_SIDE or not _decodes(xs[0], weights, arithmetic):
+            return projections.quantised_linears(xs, weights, arithmetic)
+        options = {"columns": tuple(columns_of(weight, k) for weight in weights), "cores": CORES}
+        options["quantize"] = arithmetic.quantize_activations
+        rows = torch.stack(list(xs)).flatten(1, 2).bfloat16().split(MOST_ROWS, 1)
+        found = [self._launch(self._linears, some, *weights, **options) for some in rows]
+        return [torch.cat(part).float().unflatten(0, xs[0].shape[:2]) for part in zip(*found, strict=True)]
+
+
+def _decodes(x: Tensor, weights: Sequence[Tensor], arithmetic: "Arithmetic") -> bool:
+    """Whether rows x [B, T, ...] are decode in release numerics, and every weight is laid out for both cores."""
+    return arithmetic.rounds and x.shape[1] <= arithmetic.exact_tokens and all(one.shape[0] == CORES for one in weights)
+
 
 def _fits(x: Tensor, k: int, low: int, weights: tuple[Tensor, ...], arithmetic: "Arithmetic") -> bool:
     """Whether rows x [B, T, ...] are decode in release numerics, and ``k`` inputs and ``low`` outputs fill whole tiles."""
-    decode = arithmetic.rounds and x.shape[1] <= arithmetic.exact_tokens
     whole = k % PARTITIONS == 0 and low % (PARTITIONS * CORES) == 0
-    return decode and whole and all(weight.shape[0] == CORES for weight in weights)
+    return whole and _decodes(x, weights, arithmetic)

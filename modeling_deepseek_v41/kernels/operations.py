@@ -19,6 +19,7 @@ class Operations:
     grouped: Callable
     query_projection: Callable
     output_projection: Callable
+    quantised_linears: Callable
     attend: Callable
     attend_block: Callable
     index_scores: Callable

@@ -10,19 +10,16 @@ from ..state import Call, State
 
 
 def index_scores(
-    indexer: Indexer, x: Tensor, qr_input: Tensor, table: Tensor, candidates: Tensor | None, call: Call, state: State
+    indexer: Indexer, heads: Tensor, weights: Tensor, table: Tensor, candidates: Tensor | None, call: Call, state: State
 ) -> tuple[Tensor, Tensor]:
     """Scores [T, groups] fp32 of the sequence in slot 0, in the numerics' rounding, and which groups may be chosen [T, groups].
 
     The arguments are those of the indexer's forward.
     """
-    numerics = indexer.numerics
-    dtype = numerics.dtype
-    heads = indexer.wq_b(qr_input).unflatten(-1, (indexer.heads, indexer.dim))
-    query = numerics.rotated_index(heads, table)[0]
-    weights = indexer.weights_proj(x)[0].to(dtype) * (indexer.dim**-0.5 * indexer.heads**-0.5)
-    dots = torch.matmul(query.float(), state[f"ikey.{indexer.source}"][0].float()).to(dtype)
-    scores = (dots.relu() * weights.unsqueeze(-1)).float().sum(1).to(dtype).float()
+    dtype = indexer.numerics.dtype
+    query, scaled = indexer.scored(heads, weights, table)
+    dots = torch.matmul(query[0].float(), state[f"ikey.{indexer.source}"][0].float()).to(dtype)
+    scores = (dots.relu() * scaled[0].unsqueeze(-1)).float().sum(1).to(dtype).float()
     visible = torch.arange(scores.shape[-1]) < call.reach[0, :, None] // indexer.ratio
     if indexer.uses_candidates and candidates is not None:
         allowed = candidates[0].repeat_interleave(indexer.config.candidate_block_size, -1)[..., : scores.shape[-1]]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from modeling_deepseek_v41.checkpoint.spec import expected_tensors, is_vision
 from modeling_deepseek_v41.config import load_config
 from modeling_deepseek_v41.model import DeepseekV41Model
+from modeling_deepseek_v41.projections import Projected
 from modeling_deepseek_v41.verify import GoldenSet
 
 VISIBLE = 1e-4
@@ -146,10 +147,10 @@ def normalised_queries(model: DeepseekV41Model) -> None:
 
     numerics = model.numerics
 
-    def normalised(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, qr, kv = numerics.ops.query_projection(*args)
-        heads = q.unflatten(-1, (model.config.num_attention_heads, -1))
-        return (heads * heads.square().mean(-1, keepdim=True).rsqrt()).flatten(-2), qr, kv
+    def normalised(*args: Any) -> Projected:
+        found = numerics.ops.query_projection(*args)
+        heads = found.q.unflatten(-1, (model.config.num_attention_heads, -1))
+        return found._replace(q=(heads * heads.square().mean(-1, keepdim=True).rsqrt()).flatten(-2))
 
     ops = dataclasses.replace(numerics.ops, query_projection=normalised)
     for layer in model.layers:

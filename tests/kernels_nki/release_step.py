@@ -136,7 +136,7 @@ def places(model: DeepseekV41Model) -> list[tuple[nn.Module, str]]:
     found: list[tuple[nn.Module, str]] = [(layer, layer_kind(model, index)) for index, layer in enumerate(model.blocks)]
     for module in model.modules():
         if isinstance(module, Engram):
-            found += [(module, "engram"), (module.wkv, "engram")]
+            found.append((module, "engram"))
     assert model.drafter is not None
     first, last = model.drafter.stages[0], model.drafter.stages[-1]
     found += [(stage, "drafter stage") for stage in model.drafter.stages]

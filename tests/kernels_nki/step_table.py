@@ -89,7 +89,8 @@ def _shape(key: tuple) -> str:
     rows = " × ".join(str(size) for size in tensors[0][0])
     words = {
         "linear": lambda: f"{rows} → {constants['columns']}, {SHORT[tensors[1][1]]}",
-        "query_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}, {constants['dim']}",
+        "query_projection": lambda: f"{rows} → {tensors[2][0][1]} → {_listed(constants['columns'])}",
+        "linears": lambda: f"{rows} → {_listed(constants['columns'])}",
         "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",
         "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[7][0][1] if len(tensors) > 6 else 0} keys",
@@ -98,6 +99,10 @@ def _shape(key: tuple) -> str:
     }
     shape = words[name]() if name in words else rows
     return shape if cores == 2 else f"{shape}, one core"
+
+
+def _listed(columns: tuple[int, ...]) -> str:
+    return ", ".join(str(one) for one in columns)
 
 
 def with_table(document: str, table: str) -> str:

@@ -8,7 +8,7 @@ from comparing import CORES, arithmetic, array, close, normal
 from nki_emulator import Result, lint, real_nki, run
 
 from modeling_deepseek_v41 import rows as reference
-from modeling_deepseek_v41.kernels.nki import linear, linear_layout, linear_stream
+from modeling_deepseek_v41.kernels.nki import activation_qdq, linear, linear_layout, linear_stream
 from modeling_deepseek_v41.kernels.nki import linears as module
 
 NO_TRACE = pytest.mark.skipif(real_nki(), reason="real nki gives no trace")
@@ -17,42 +17,32 @@ US_PER_WEIGHT = 2 / 2 / 362_500
 
 
 class Case:
-    """Random rows of one input and two or three weights, quantised and rounded in turn."""
+    """Random rows of one input, or one for each of two or three weights."""
 
-    def __init__(self, rows: int, k: int, columns: tuple[int, ...], quantize: tuple[bool, ...]):
-        self.x, self.columns, self.quantize = (normal(rows, k) * 4).bfloat16(), columns, quantize
+    def __init__(self, inputs: int, rows: int, k: int, columns: tuple[int, ...], quantize: bool = True):
+        self.x, self.columns, self.quantize = (normal(inputs, rows, k) * 4).bfloat16(), columns, quantize
         self.weights = [normal(n, k, seed=i).bfloat16() for i, n in enumerate(columns)]
-        self.rounds = tuple(i % 2 == 1 for i in range(len(columns)))
 
     def run(self, cores: int) -> Result:
         weights = [array(linear_layout.pack(weight, cores)) for weight in self.weights]
-        options = {"columns": self.columns, "quantize": self.quantize, "rounds": self.rounds}
-        return run(module.linears, array(self.x), *weights, cores=cores, **options)
+        return run(module.linears, array(self.x), *weights, columns=self.columns, quantize=self.quantize, cores=cores)
 
-    def alone(self, i: int, cores: int) -> Result:
-        weight = array(linear_layout.pack(self.weights[i], cores))
-        options = {"quantize": self.quantize[i], "rounds": self.rounds[i]}
-        return run(linear.linear, array(self.x), weight, self.columns[i], cores=cores, **options)
-
-    def bound(self) -> float:
-        return sum(self.columns) * self.x.shape[1] * US_PER_WEIGHT
+    def alone(self, i: int, cores: int, quantize: bool) -> Result:
+        weight, x = array(linear_layout.pack(self.weights[i], cores)), array(self.x.expand(len(self.columns), -1, -1)[i])
+        return run(linear.linear, x, weight, self.columns[i], quantize=quantize, cores=cores)
 
 
 @CORES
-@pytest.mark.parametrize("rows", [1, 6, 7, 128, 131])
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize("rows", [1, 6, 7, 32])
 @pytest.mark.parametrize(
-    ("k", "columns", "quantize"),
-    [
-        (96, (40, 33), (False, True)),
-        (320, (1, 600), (True, True)),
-        (128, (5, 64, 7), (True, False, True)),
-        (100, (3, 9, 2), (False, False, False)),
-    ],
+    ("inputs", "k", "columns"),
+    [(1, 96, (40, 33)), (2, 320, (1, 600)), (3, 128, (5, 64, 7)), (1, 1536, (3, 9, 2)), (2, 2560, (40, 8))],
 )
-def test_each_as_alone(k, columns, quantize, rows, cores):
-    case = Case(rows, k, columns, quantize)
+def test_each_as_alone(inputs, k, columns, rows, quantize, cores):
+    case = Case(inputs, rows, k, columns, quantize)
     for i, found in enumerate(case.run(cores).outputs):
-        np.testing.assert_array_equal(found, case.alone(i, cores).outputs)
+        np.testing.assert_array_equal(found, case.alone(i, cores, quantize).outputs)
 
 
 @CORES
@@ -68,43 +58,40 @@ def test_grouped(groups, k, n, rows, cores):
     np.testing.assert_array_equal(rounded, found.astype(rounded.dtype))
 
 
-@pytest.mark.slow
-def test_many_rows():
-    case = Case(4096, 1280, (512, 256), (True, False))
-    for i, found in enumerate(case.run(2).outputs):
-        np.testing.assert_array_equal(found, case.alone(i, 2).outputs)
-
-
 def test_refusals():
-    case = Case(2, 64, (8, 4), (False, False))
+    case = Case(1, 2, 64, (8, 4))
     x = array(case.x)
     first, second = (array(linear_layout.pack(weight, 1)) for weight in case.weights)
-    options = {"columns": (8, 4), "quantize": (False, False), "rounds": (True, True)}
-    for arguments, change, text in (
-        ((x, first, second), {"columns": (8, 4, 4)}, r"one for each of 2 weights, found \(3, 2, 2\)"),
-        ((x, first, first), {}, r"weight: expected \(1, 64, 4\) for 64 x 4, found \(1, 64, 8\)"),
-        ((x, first, second.astype(np.float32)), {}, "weight float32: bfloat16 only"),
+    for arguments, columns, text in (
+        ((x, first, second), (8, 4, 4), "columns: expected one for each of 2 weights, found 3"),
+        ((x, first, first), (8, 4), r"weight: expected \(1, 64, 4\) for 64 x 4, found \(1, 64, 8\)"),
+        ((x, first, second.astype(np.float32)), (8, 4), "weight float32: bfloat16 only"),
+        ((x.astype(np.float32), first, second), (8, 4), "x float32: bfloat16 only"),
+        ((np.concatenate([x] * 3), first, second), (8, 4), r"x \(3, 2, 64\): expected one input, or one for each of 2 weights"),
+        ((np.concatenate([x] * 20, 1), first, second), (8, 4), r"x \(1, 40, 64\): expected 1 to 32 rows"),
+        ((x[:, :, :48], first[:, :48], second[:, :48]), (8, 4), "columns no multiple of 32"),
     ):
         with pytest.raises(AssertionError, match=text):
-            run(module.linears, *arguments, **(options | change))
+            run(module.linears, *arguments, columns=columns)
     with pytest.raises(AssertionError, match=r"weight \(1, 1, 64, 8\): expected 2 groups"):
         run(module.grouped_linear, array(normal(3, 2, 64).bfloat16()), first[None], 8)
 
 
 @NO_TRACE
 @pytest.mark.parametrize(
-    ("columns", "quantize", "critical", "apart", "ratio"),
-    [((384, 576), (False, True), 20.1, 25.4, 1.49), ((1024, 32, 1792), (False, False, True), 47.5, 58.8, 1.19)],
+    ("inputs", "k", "columns", "critical", "apart", "ratio"),
+    [(1, 5120, (512, 512, 512), 28.1, 46.1, 1.30), (2, 6144, (400, 400), 20.4, 39.6, 1.51)],
 )
-def test_cost(columns, quantize, critical, apart, ratio):
-    """One launch, and the sum of a launch for each; ratios to the memory's bound with the fixed latency in it."""
-    case = Case(6, 5120, columns, quantize)
+def test_cost(inputs, k, columns, critical, apart, ratio):
+    """One launch, and the sum of one for each input's QDQ and weight; ratios to the memory's bound with fixed latency."""
+    case = Case(inputs, 6, k, columns)
     trace = case.run(2).trace
-    alone = sum(case.alone(i, 2).trace.critical_path_us() for i in range(len(columns)))
+    alone = sum(case.alone(i, 2, False).trace.critical_path_us() for i in range(len(columns)))
+    alone += sum(run(activation_qdq.activation_qdq, array(x), cores=2).trace.critical_path_us() for x in case.x)
     assert trace.critical_path_us() == pytest.approx(critical, abs=0.06)
     assert alone == pytest.approx(apart, abs=0.1)
-    assert trace.critical_path_us() <= ratio * case.bound()
-    assert trace.peak()["sbuf"] <= 60 * 1024
+    assert trace.critical_path_us() <= ratio * sum(columns) * k * US_PER_WEIGHT
+    assert trace.peak()["sbuf"] <= 24 * 1024
 
 
 @NO_TRACE

@@ -28,7 +28,7 @@ KERNELS = {
     "rms_norm", "rotate", "route", "sparse_attention", "sublayer_input", "swiglu", "top_k",
 }  # fmt: skip
 """What a prefill, decode steps and drafts launch, whatever the numerics."""
-OF_BF16 = {"activation_qdq", "active_experts", "grouped_linear"}
+OF_BF16 = {"activation_qdq", "active_experts", "grouped_linear", "linears"}
 """What release numerics launch beside them: kernels of bf16 values."""
 OF_FP32 = {"compressed_qdq", "group_qdq"}
 """What fp32 numerics launch beside them: the QDQ of caches, which ``rotate`` does in passing where values are bf16."""
@@ -119,6 +119,7 @@ def test_tiny_model_in_release_numerics():
     with Products() as products:
         found = teacher_forced(model, prompt, rows=9, drafter=model.drafter)
     assert not products.called and set(emulated.launched) == KERNELS | OF_BF16
+    assert emulated.launched["linears"] == 2 * 8, "the engrams' and the drafter's, in every decode step"
     assert emulated.launched["active_experts"] == 9 * (model.config.num_hidden_layers + model.config.num_nextn_predict_layers)
     clear = (prompt.margin > prompt.noise * prompt.logits.abs().amax(-1))[:, :9]
     assert clear.sum() > 5 and torch.equal(found.logits.argmax(-1)[clear], prompt.generated[:, :9][clear])

@@ -19,6 +19,7 @@ def coarse(*shape: int, seed: int) -> Tensor:
     return (normal(*shape, seed=seed) * 4).round() / 16
 
 
+@pytest.mark.parametrize("beside", [0, 1, 3, 4])
 @pytest.mark.parametrize(
     ("batch", "tokens", "k", "low", "dtype", "launches"),
     [
@@ -26,19 +27,54 @@ def coarse(*shape: int, seed: int) -> Tensor:
         (2, 3, 96, 256, BF16, 0), (2, 3, 128, 256, FP32, 0),
     ],
 )  # fmt: skip
-def test_query_projection(batch, tokens, k, low, dtype, launches):
-    """Decode, more rows than a launch takes, a prompt, shapes that do not fit, and fp32."""
+def test_query_projection(batch, tokens, k, low, dtype, launches, beside):
+    """Decode, more rows than a launch takes, a prompt, shapes that do not fit, and fp32; with as many weights of x ``beside``
+    as layers have, and one more. The weight of qr gives qr itself."""
     plain, kernels = pair(dtype)
     x = (normal(batch, tokens, k) * 8).round()
     wq_a, wkv, norm, wq_b = coarse(low, k, seed=1), coarse(64, k, seed=2), 1 + normal(low, seed=3) / 4, coarse(40, low, seed=4)
-    packed = [as_linear(weight.to(dtype)) for weight in (wq_a, wq_b, wkv)]
+    of_qr, of_x = [torch.eye(low)] * min(beside, 1), [(coarse(8 + i, k, seed=i), i == 2) for i in range(0, 2 * beside, 2)]
+
+    def packed(weight: Tensor) -> Tensor:
+        return as_linear(weight.to(dtype))
+
     emulated.launched.clear()
-    q, qr, kv = kernels.ops.query_projection(x, packed[0], norm, packed[1], packed[2], EPS, kernels)
+    found = kernels.ops.query_projection(
+        x, packed(wq_a), norm, packed(wq_b), packed(wkv), EPS, kernels,
+        [packed(weight) for weight in of_qr], [(packed(weight), rounds) for weight, rounds in of_x],
+    )  # fmt: skip
+    launches = launches if beside <= 3 else 0
     assert emulated.launched.get("query_projection", 0) == launches and bool(launches) == (len(emulated.launched) == 1)
-    _, expected, window = plain.ops.query_projection(x, wq_a, norm, wq_b, wkv, EPS, plain)
-    assert torch.equal(kv, window)
-    assert (((qr - expected).abs() > 1e-5 * expected.abs().max()).float().mean()) < 0.01
-    close(q, plain.ops.linear(qr, wq_b, True, plain), dtype)
+    expected = plain.ops.query_projection(x, wq_a, norm, wq_b, wkv, EPS, plain, of_qr or [torch.eye(low)], of_x)
+    assert torch.equal(found.kv, expected.kv)
+    for one, other in zip(found.of_x, expected.of_x, strict=True):
+        assert torch.equal(one, other)
+    (qr,) = expected.of_qr
+    if beside:
+        assert (((found.of_qr[0] - qr).abs() > 1e-5 * qr.abs().max()).float().mean()) < 0.01
+        close(found.q, plain.ops.linear(found.of_qr[0], wq_b, True, plain), dtype)
+    assert ((found.q - expected.q).abs() <= 2.0**-5 * expected.q.abs().max()).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "k", "columns", "dtype", "launches"),
+    [
+        (2, 3, 96, (40, 8), BF16, 1), (40, 1, 128, (8, 40, 16), BF16, 2), (1, 7, 96, (40, 8), BF16, 0),
+        (2, 3, 96, (40, 7), BF16, 0), (2, 3, 96, (8,), BF16, 0), (2, 3, 96, (8, 8, 8, 8), BF16, 0),
+        (2, 3, 96, (40, 8), FP32, 0),
+    ],
+)  # fmt: skip
+def test_quantised_linears(batch, tokens, k, columns, dtype, launches, shared):
+    """Decode, more rows than a launch takes, a prompt, an odd number of outputs, one weight and four, and fp32."""
+    plain, kernels = pair(dtype)
+    xs = [(normal(batch, tokens, k, seed=i) * 8).round() for i in range(1 if shared else len(columns))]
+    weights = [coarse(n, k, seed=n + i) for i, n in enumerate(columns)]
+    emulated.launched.clear()
+    found = kernels.ops.quantised_linears(xs, [as_linear(weight.to(dtype)) for weight in weights], kernels)
+    assert (emulated.launched == {"linears": launches}) if launches else ("linears" not in emulated.launched)
+    for one, other in zip(found, plain.ops.quantised_linears(xs, weights, plain), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("rounds", [True, False])

@@ -23,13 +23,18 @@ CHUNK = 1024
 
 def check(x: nl.NkiTensor, weight: nl.NkiTensor, columns: int, quantize: bool) -> None:
     """Refuses x [M, K] and a weight [C, min(K, 128), KT S] that do not fit each other or ``columns`` outputs."""
-    contraction, cores = x.shape[1], nl.num_programs()
-    k_tiles = (contraction + PARTITIONS - 1) // PARTITIONS
-    shape = (cores, min(contraction, PARTITIONS), k_tiles * ((columns + cores - 1) // cores))
-    assert weight.shape == shape, f"weight: expected {shape} for {contraction} x {columns}, found {weight.shape}"
+    contraction = x.shape[1]
+    check_weight(weight, contraction, columns)
     assert x.dtype == nl.bfloat16 or weight.dtype == nl.float32, f"x {x.dtype} with weight {weight.dtype}: fp32 with fp32 only"
     assert not quantize or x.dtype == nl.bfloat16, f"quantize: x is {x.dtype}, expected bfloat16"
     assert not quantize or contraction % GROUP == 0, f"quantize: x {x.shape}, columns no multiple of {GROUP}"
+
+
+def check_weight(weight: nl.NkiTensor, contraction: int, columns: int) -> None:
+    """Refuses a weight that is not [C, min(K, 128), KT S] for K = ``contraction`` and ``columns`` outputs."""
+    cores, k_tiles = nl.num_programs(), (contraction + PARTITIONS - 1) // PARTITIONS
+    shape = (cores, min(contraction, PARTITIONS), k_tiles * ((columns + cores - 1) // cores))
+    assert weight.shape == shape, f"weight: expected {shape} for {contraction} x {columns}, found {weight.shape}"
 
 
 def rows_per_pass(contraction: int, inputs: int = 1, size: int = 2) -> int:
@@ -93,23 +98,33 @@ def store(stores: list) -> None:
 
 def load_columns(x_t_sb: nl.NkiTensor, x: nl.NkiTensor, quantize: bool) -> None:
     """x [M, K] @ HBM to [min(K, 128), KT, M]: value t * 128 + p of K on partition p. M is at most 128."""
-    rows, contraction = x.shape
-    fold = folds(rows, contraction, PARTITIONS)
-    piece = contraction // fold
-    by_part = x_t_sb.reshape_dim(1, (fold, x_t_sb.shape[1] // fold))
-    together = 1024 // (fold * rows) if x.dtype == nl.bfloat16 else 512 // (fold * rows)
+    fold = folds(x.shape[0], x.shape[1], PARTITIONS)
     source = folded(x, fold)
-    for first, count in tiles(piece, CHUNK):
-        x_sb = nl.ndarray((fold * rows, count), x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=x_sb, src=source[:, :, first : first + count])
-        if quantize:
-            groups = x_sb.reshape_dim(1, (count // GROUP, GROUP))
-            qdq(groups, groups)
-        whole = count // PARTITIONS
-        for t, n in tiles(whole, together):
-            turn(by_part, x_sb, first, t, n, PARTITIONS, fold)
-        if whole * PARTITIONS < count:
-            turn(by_part, x_sb, first, whole, 1, count - whole * PARTITIONS, fold)
+    for first, count in tiles(source.shape[2], CHUNK):
+        turn_chunk(x_t_sb, load_chunk(source[:, :, first : first + count], quantize), first, fold)
+
+
+def load_chunk(source: nl.NkiTensor, quantize: bool) -> nl.NkiTensor:
+    """[J, M, columns] @ HBM, of a folded input, as a tile [J M, columns], through the QDQ where ``quantize``."""
+    fold, rows, count = source.shape
+    x_sb = nl.ndarray((fold * rows, count), source.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=x_sb, src=source)
+    if quantize:
+        groups = x_sb.reshape_dim(1, (count // GROUP, GROUP))
+        qdq(groups, groups)
+    return x_sb
+
+
+def turn_chunk(x_t_sb: nl.NkiTensor, x_sb: nl.NkiTensor, first: int, fold: int) -> None:
+    """x_sb [J M, columns], whose first column is ``first`` of a part, into its place in x_t_sb [min(K, 128), KT, M]."""
+    rows, count = x_sb.shape
+    by_part = x_t_sb.reshape_dim(1, (fold, x_t_sb.shape[1] // fold))
+    together = 1024 // rows if x_sb.dtype == nl.bfloat16 else 512 // rows
+    whole = count // PARTITIONS
+    for t, n in tiles(whole, together):
+        turn(by_part, x_sb, first, t, n, PARTITIONS, fold)
+    if whole * PARTITIONS < count:
+        turn(by_part, x_sb, first, whole, 1, count - whole * PARTITIONS, fold)
 
 
 def turn(by_part: nl.NkiTensor, x_sb: nl.NkiTensor, first: int, t: int, n: int, width: int, fold: int) -> None:

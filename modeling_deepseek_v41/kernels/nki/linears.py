@@ -1,76 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several linears in one launch: one input or one per group. The weights stream without a gap, and 4 us are paid once."""
+"""Several linears in one launch: one input or one for each. The weights stream without a gap, and 4 us are paid once."""
 
 import nki
 import nki.language as nl
 
-from .linear_stream import check, project, rows_per_pass, store, turned_rows
-from .split import tiles
+from .fold import folded, folds
+from .linear_stream import check, load_chunk, project, rows_per_pass, store, turn_chunk, turned_rows
+from .low_rank import MOST_ROWS
+from .split import PARTITIONS, tiles
 
 
 @nki.jit
 def linears(
     x: nl.NkiTensor, weight: nl.NkiTensor, second: nl.NkiTensor, third: nl.NkiTensor | None = None, columns: tuple = (),
-    quantize: tuple = (), rounds: tuple = (),
+    quantize: bool = True,
 ) -> tuple:  # fmt: skip
-    """x W^T of two or three weights, each as ``linear`` gives it.
+    """x W^T of two or three weights, each rounded to bf16; x, of all or one of each, through the activation QDQ on request.
 
-    For linears of one input that cannot be stacked, since one takes it through the QDQ and another as it is, or their results
-    are rounded differently: the router beside the shared expert, the compressor and the index weights beside wq_a and wkv.
+    For decode, where the weights are too small to be worth a launch each: the three wkv of the drafter's main_x, the wkv of the
+    engrams. The QDQ runs while the first weights are on their way.
 
     Dimensions:
-        M: rows, any number, in passes that read each weight once (512 rows of 5120 columns, 256 with both forms of x).
-        K: contraction. N: a weight's output columns. C: cores.
+        J: inputs, 1 or one per weight. M: rows, 1 to 32. K: contraction. N: a weight's output columns. C: cores.
 
     Args:
-        x [M, K] bf16 @ HBM.
-        weight, second, third [C, min(K, 128), KT S] bf16 @ HBM: linear_layout.pack. Those without QDQ best come first, they
-        hide it.
-        columns: N of each. quantize: of each, whether x goes through the activation QDQ. rounds: of each, whether the result
-        is rounded to bf16.
+        x [J, M, K] bf16 @ HBM.
+        weight, second, third [C, min(K, 128), KT S] bf16 @ HBM: linear_layout.pack.
+        columns: N of each.
 
     Returns:
-        A tuple of [M, N] bf16 or, without ``rounds``, fp32 @ shared HBM.
+        A tuple of [M, N] bf16 @ shared HBM.
 
     Notes:
         Reference: rows.linear, after formats.qdq_fp8 where ``quantize``; bit for bit the results of ``linear``.
 
     Pseudocode:
-        x_t, q_t = transpose(x), transpose(qdq(x));  for each weight: out = round((q_t if quantize else x_t)^T weight)
+        for each weight: out = round(transpose(qdq(x[own]))^T weight)
 
     Cost:
         That of ``linear``, with the latencies of load and store once. Bound: the weights' bytes at 362.5 GB/s per core.
-        Predicted, 6 rows, two cores: 5120 x (384 and 576), router and w1 with w3 of the shared expert, 20.1 us, 25.4 in two
-        launches, 1.48 times the bound; 5120 x (1024, 32 and 1792), compressor, index weights, wq_a and wkv, 47.5 us, 58.8 in
-        three launches, 1.18 times the bound.
+        Predicted, 6 rows, two cores, with the QDQ, which is hidden: one input, 5120 x (512, 512 and 512), 28.1 us, 1.29 times
+        the bound, 46.1 in three launches behind one of the QDQ; two inputs, 6144 x (400 and 400), 20.4 us, 1.50 times the
+        bound, whose bytes take 13.6 us, 39.6 in four launches.
     """
-    rows, contraction = x.shape
-    weights = [weight, second]
-    if third is not None:
-        weights.append(third)
-    found = len(columns), len(quantize), len(rounds)
-    expected = len(weights), len(weights), len(weights)
-    assert found == expected, f"columns, quantize, rounds: expected one for each of {len(weights)} weights, found {found}"
-    outs = []
+    inputs, rows, contraction = x.shape
+    k_tiles = (contraction + PARTITIONS - 1) // PARTITIONS
+    weights: list = []
+    for one in (weight, second, third):
+        if one is not None:
+            weights.append(one)
+    assert len(columns) == len(weights), f"columns: expected one for each of {len(weights)} weights, found {len(columns)}"
+    assert inputs == 1 or inputs == len(weights), f"x {x.shape}: expected one input, or one for each of {len(weights)} weights"
+    assert rows <= MOST_ROWS, f"x {x.shape}: expected 1 to {MOST_ROWS} rows"
+    assert x.dtype == nl.bfloat16, f"x {x.dtype}: bfloat16 only"
+    outs: list = []
     for i in range(len(weights)):
-        assert weights[i].dtype == nl.bfloat16 and x.dtype == nl.bfloat16, (
-            f"x {x.dtype}, weight {weights[i].dtype}: bfloat16 only"
-        )
-        check(x, weights[i], columns[i], quantize[i])
-        outs.append(nl.ndarray((rows, columns[i]), nl.bfloat16 if rounds[i] else nl.float32, buffer=nl.shared_hbm))
-    for start, count in tiles(rows, rows_per_pass(contraction, 2)):
-        part = slice(start, start + count)
-        plain_sb, rounded_sb = None, None
-        for i in range(len(weights)):
-            if quantize[i] and rounded_sb is None:
-                rounded_sb = turned_rows(x[part], nl.bfloat16, True)
-            if not quantize[i] and plain_sb is None:
-                plain_sb = turned_rows(x[part], nl.bfloat16, False)
-        stores: list = []
-        for i in range(len(weights)):
-            x_t_sb = rounded_sb if quantize[i] else plain_sb
-            stores += project(outs[i][part], x_t_sb, weights[i], contraction, last=i == len(weights) - 1)
-        store(stores)
+        assert weights[i].dtype == nl.bfloat16, f"weight {weights[i].dtype}: bfloat16 only"
+        check(x[0], weights[i], columns[i], quantize)
+        outs.append(nl.ndarray((rows, columns[i]), nl.bfloat16, buffer=nl.shared_hbm))
+    fold, stores = folds(rows, contraction, PARTITIONS), []
+    x_t_sb = nl.ndarray((min(contraction, PARTITIONS), inputs, k_tiles, rows), nl.bfloat16, buffer=nl.sbuf)
+    chunk = load_chunk(folded(x[0], fold), quantize)
+    for i in range(len(weights)):
+        if i < inputs:
+            turn_chunk(x_t_sb[:, i], chunk, 0, fold)
+        if i + 1 < inputs:
+            chunk = load_chunk(folded(x[i + 1], fold), quantize)
+        own_sb = x_t_sb[:, i if inputs > 1 else 0]
+        stores += project(outs[i], own_sb, weights[i], contraction, last=i + 1 == len(weights))
+    store(stores)
     return tuple(outs)
 
 

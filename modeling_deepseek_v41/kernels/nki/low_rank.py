@@ -3,18 +3,19 @@
 
 Four tiles of 128 of its columns lie on the partitions, 32 apart: slot s has columns 128 s on, and M rows of 32 are used. Rows
 meet the weight in stationary tiles that are zero for the other slots, so that all add up in one PSUM tile, and what follows
-works on 128 columns of 128 partitions, not on 512 of M.
+works on 128 columns of 128 partitions, not on 512 of M. All four are windows of one tile, which has the rows between zeros.
 """
 
 import nki.isa as nisa
 import nki.language as nl
 
 from .experts_stream import SMALL_EXCHANGE
-from .linear_stream import pieces
-from .split import BANK, PARTITIONS
+from .split import BANK, PARTITIONS, tiles
 
 SLOTS = BANK // PARTITIONS
 MOST_ROWS = PARTITIONS // SLOTS
+PIECE_BYTES = 20480
+"""Per partition of a DMA of a narrow linear's weights: whole ones to the end, for what waits for it has a stream of its own."""
 
 
 def check_low(rows: int, contraction: int, low: int) -> None:
@@ -27,30 +28,35 @@ def check_low(rows: int, contraction: int, low: int) -> None:
 
 
 def slot_tiles(x_t_sb: nl.NkiTensor, slots: int) -> nl.NkiTensor:
-    """x_t_sb [128, K / 128, M] as stationary tiles [128, K / 128, slots, slots * 32] bf16: at 32 s for slot s, else 0."""
+    """x_t_sb [128, K / 128, M] between zeros, [128, K / 128, (2 slots - 1) * 32] bf16: a window has it at 32 s, else 0.
+
+    GpSimd, which has nothing else to do, clears it while the rows are on their way.
+    """
     _, k_tiles, rows = x_t_sb.shape
-    stationary_sb = nl.ndarray((PARTITIONS, k_tiles, slots, slots * MOST_ROWS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=stationary_sb, value=0.0)
-    for s in range(slots):
-        at = s * MOST_ROWS
-        engine = nisa.engine.vector if s % 2 == 0 else nisa.engine.scalar
-        nisa.tensor_copy(dst=stationary_sb[:, :, s, at : at + rows], src=x_t_sb, engine=engine)
-    return stationary_sb
+    between_sb = nl.ndarray((PARTITIONS, k_tiles, (2 * slots - 1) * MOST_ROWS), nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=between_sb.view(nl.float32), value=0.0, engine=nisa.engine.gpsimd)
+    at = (slots - 1) * MOST_ROWS
+    nisa.tensor_copy(dst=between_sb[:, :, at : at + rows], src=x_t_sb, engine=nisa.engine.scalar)
+    return between_sb
 
 
-def slot_sums(stationary_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.NkiTensor:
+def slot_sums(between_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.NkiTensor:
     """[slots * 32, 128] fp32 @ PSUM: at 32 s, n the product with column 128 s + n of stream [128, K / 128 width] @ HBM."""
-    _, k_tiles, _, across = stationary_sb.shape
-    sums_psum = nl.ndarray((across, PARTITIONS), nl.float32, buffer=nl.psum)
-    k = 0
-    for n in pieces(k_tiles, 2 * width, True):
+    _, k_tiles, wide = between_sb.shape
+    last = (wide - MOST_ROWS) // 2
+    sums_psum = nl.ndarray((last + MOST_ROWS, PARTITIONS), nl.float32, buffer=nl.psum)
+    for k, n in tiles(k_tiles, max(PIECE_BYTES // (2 * width), 1)):
         weight_sb = nl.ndarray((PARTITIONS, n, width), nl.bfloat16, buffer=nl.sbuf)
         nisa.dma_copy(dst=weight_sb, src=stream[:, k * width : (k + n) * width].reshape_dim(1, (n, width)))
         for i in range(n):
             for s in range(width // PARTITIONS):
-                moving = weight_sb[:, i, s * PARTITIONS : (s + 1) * PARTITIONS]
-                nisa.nc_matmul(dst=sums_psum, stationary=stationary_sb[:, k + i, s], moving=moving, accumulate=k + i + s > 0)
-        k += n
+                at = last - s * MOST_ROWS
+                nisa.nc_matmul(
+                    dst=sums_psum,
+                    stationary=between_sb[:, k + i, at : at + last + MOST_ROWS],
+                    moving=weight_sb[:, i, s * PARTITIONS : (s + 1) * PARTITIONS],
+                    accumulate=k + i + s > 0,
+                )
     return sums_psum
 
 
