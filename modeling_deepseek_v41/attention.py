@@ -83,14 +83,14 @@ class Attention(nn.Module):
     def inputs(self, x: Tensor, table: Tensor) -> Projected:
         """x [B, T, d] and rotary rows to the rank's queries [B, T, h, D], not rotated, window KV as cached, what the indexer
         makes of the queries' latent, and what first the compressor and then the indexer make of x itself."""
-        weights = self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight
+        weights = self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight, self.kv_norm.weight
         linears = [] if self.compressor is None else self.compressor.linears
         of_qr = []
         if self.indexer is not None:
             linears, of_qr = [*linears, self.indexer.weights_proj], [self.indexer.wq_b.weight]
         of_x = [(linear.weight, linear.rounds) for linear in linears]
-        found = self.numerics.ops.query_projection(x, *weights, self.q_norm.eps, self.numerics, of_qr, of_x)
-        return found._replace(q=found.q.unflatten(-1, (self.heads, self.dim)), kv=self.window_kv(found.kv, table))
+        found = self.numerics.ops.query_projection(x, table, *weights, self.q_norm.eps, self.numerics, of_qr, of_x)
+        return found._replace(q=found.q.unflatten(-1, (self.heads, self.dim)))
 
     def window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
         """wkv's result [B, T, D] and rotary rows [B, T, 2, R] to the window KV [B, T, D] as it is cached."""

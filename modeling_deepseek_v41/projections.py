@@ -16,12 +16,12 @@ Part = tuple[int, Tensor]
 
 
 class Projected(NamedTuple):
-    """What a layer's attention, compressor and indexer make of its input: fp32, before what follows."""
+    """What a layer's attention, compressor and indexer make of its input: fp32, before what follows, but for ``kv``."""
 
     q: Tensor
     """[B, T, n]."""
     kv: Tensor
-    """[B, T, D]."""
+    """[B, T, D] of the arithmetic's dtype: window KV as it is cached."""
     of_qr: list[Tensor]
     """[B, T, n] of each further weight of the queries' latent."""
     of_x: list[Tensor]
@@ -29,19 +29,21 @@ class Projected(NamedTuple):
 
 
 def query_projection(
-    x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic",
-    of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
+    x: Tensor, table: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, kv_norm: Tensor, eps: float,
+    arithmetic: "Arithmetic", of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
 ) -> Projected:  # fmt: skip
-    """q = wq_b(qr), qr = activation(norm(wq_a(activation(x)))) [B, T, L], kv = wkv(activation(x)), and further weights.
+    """q = wq_b(qr), qr = activation(norm(wq_a(activation(x)))) [B, T, L], window KV of wkv(activation(x)), further weights.
 
-    x [B, T, d] fp32, not yet through the activation QDQ; weights [L, d], [n, L] and [D, d] fp32 or bf16, q_norm [L] fp32.
+    x [B, T, d] fp32, not yet through the activation QDQ; ``table`` [B, T, 2, R] the rotary rows of the KV; weights [L, d],
+    [n, L] and [D, d] fp32 or bf16, q_norm [L] and kv_norm [D] fp32, ``eps`` of both norms.
     ``of_qr``: weights [n, L] that take qr. ``of_x``: weights [n, d] that take x as it is, and whether the result is rounded to
     the arithmetic's dtype, as all others are.
     """
     ops, quantised = arithmetic.ops, arithmetic.activation(x)
     qr = arithmetic.activation(ops.normalise(ops.linear(quantised, wq_a, True, arithmetic), q_norm, eps, arithmetic))
     q, *others = (ops.linear(qr, weight, True, arithmetic) for weight in (wq_b, *of_qr))
-    kv = ops.linear(quantised, wkv, True, arithmetic)
+    latent = ops.normalise(ops.linear(quantised, wkv, True, arithmetic), kv_norm, eps, arithmetic)
+    kv = arithmetic.rotated_window_kv(latent, table)
     return Projected(q, kv, others, [ops.linear(x, weight, rounds, arithmetic) for weight, rounds in of_x])
 
 

@@ -36,23 +36,25 @@ class ProjectionKernels:
         self._query_projection, self._output_projection = query_projection, output_projection
 
     def query_projection(
-        self, x: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, eps: float, arithmetic: "Arithmetic",
-        of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
+        self, x: Tensor, table: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, kv_norm: Tensor, eps: float,
+        arithmetic: "Arithmetic", of_qr: Sequence[Tensor] = (), of_x: Sequence[tuple[Tensor, bool]] = (),
     ) -> Projected:  # fmt: skip
         """projections.query_projection of laid-out weights: fused, a kernel call per 32 rows, with a weight of qr and up to
         three of x beside the attention's, as index sources have."""
         k, low, plain = x.shape[-1], q_norm.shape[0], [weight for weight, _ in of_x]
         beside = len(of_qr) == min(len(of_x), 1) and len(of_x) <= MOST_OF_X
-        if not beside or not _fits(x, k, low, (wq_a, wq_b, wkv, *of_qr, *plain), arithmetic):
-            return projections.query_projection(x, wq_a, q_norm, wq_b, wkv, eps, arithmetic, of_qr, of_x)
-        latent = [columns_of(weight, low) for weight in (wq_b, *of_qr)]
-        columns = columns_of(wkv, k), *latent, *(columns_of(weight, k) for weight in plain)
+        caches = arithmetic.quantize_cache and _fits_slots(kv_norm.shape[0], table.shape[-1])
+        if not beside or not caches or not _fits(x, k, low, (wq_a, wq_b, wkv, *of_qr, *plain), arithmetic):
+            narrow = wq_a, q_norm, wq_b, wkv, kv_norm
+            return projections.query_projection(x, table, *narrow, eps, arithmetic, of_qr, of_x)
+        columns = *(columns_of(weight, low) for weight in (wq_b, *of_qr)), *(columns_of(weight, k) for weight in plain)
         options = {"columns": columns, "rounds": tuple(rounds for _, rounds in of_x), "eps": eps}
         options |= {"quantize": arithmetic.quantize_activations, "cores": CORES}
-        weights = wq_a, q_norm.unsqueeze(0), wkv, wq_b, *of_qr, *plain
-        rows = x.flatten(0, 1).bfloat16().split(MOST_ROWS)
-        found = [self._launch(self._query_projection, some, *weights, **options) for some in rows]
-        kv, q, *others = (torch.cat(part).float().unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
+        weights = wq_a, q_norm.unsqueeze(0), wkv, kv_norm.unsqueeze(0), wq_b, *of_qr, *plain
+        rows = zip(x.flatten(0, 1).bfloat16().split(MOST_ROWS), table.flatten(0, 1).split(MOST_ROWS), strict=True)
+        found = [self._launch(self._query_projection, *some, *weights, **options) for some in rows]
+        kv, *others = (torch.cat(part).unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
+        q, *others = (one.float() for one in others)
         return Projected(q, kv, others[: len(of_qr)], others[len(of_qr) :])
 
     def output_projection(
@@ -85,6 +87,11 @@ class ProjectionKernels:
 def _decodes(x: Tensor, weights: Sequence[Tensor], arithmetic: "Arithmetic") -> bool:
     """Whether rows x [B, T, ...] are decode in release numerics, and every weight is laid out for both cores."""
     return arithmetic.rounds and x.shape[1] <= arithmetic.exact_tokens and all(one.shape[0] == CORES for one in weights)
+
+
+def _fits_slots(dim: int, rotary: int) -> bool:
+    """Whether window KV of ``dim`` columns fills whole slots of both cores, the last of which has all ``rotary`` columns."""
+    return dim % (PARTITIONS * CORES) == 0 and rotary <= PARTITIONS
 
 
 def _fits(x: Tensor, k: int, low: int, weights: tuple[Tensor, ...], arithmetic: "Arithmetic") -> bool:

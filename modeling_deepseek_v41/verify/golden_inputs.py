@@ -5,6 +5,7 @@ Hooks on the modules hand each output to a comparison and put the golden's tenso
 carried from one layer, sublayer or call to the next. Where the set has no tensor, the model's own goes on.
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
@@ -19,6 +20,7 @@ from ..dspark.stage import Stage
 from ..indexer import Indexer
 from ..model import Block, DeepseekV41Model
 from ..numerics import Arithmetic
+from ..projections import Projected
 from ..state import Call, State
 from .index_ties import index_scores, tied_rows
 from .parts import blocks
@@ -221,13 +223,18 @@ class GoldenInputs:
 
 
 class _GoldenWindow:
-    """An arithmetic whose window KV passes through ``replace``."""
+    """An arithmetic whose window KV passes through ``replace``, once, whether an operation makes it or the arithmetic does."""
 
     def __init__(self, plain: Arithmetic, replace: Callable[[Tensor], Tensor]):
         self._plain, self._replace = plain, replace
+        self.ops = dataclasses.replace(plain.ops, query_projection=self._query_projection)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+    def _query_projection(self, *args: Any) -> Projected:
+        found = self._plain.ops.query_projection(*(self._plain if arg is self else arg for arg in args))
+        return found._replace(kv=self._replace(found.kv))
 
     def rotated_window_kv(self, kv: Tensor, table: Tensor) -> Tensor:
         return self._replace(self._plain.rotated_window_kv(kv, table))

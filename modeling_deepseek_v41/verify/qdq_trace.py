@@ -18,6 +18,7 @@ from ..dspark.stage import Stage
 from ..indexer import Indexer
 from ..model import DeepseekV41Model
 from ..numerics import Arithmetic
+from ..projections import query_projection
 from ..state import Call
 from .parts import blocks
 
@@ -49,7 +50,7 @@ class Flip:
 
 
 class QdqTrace:
-    """Replaces the quantisers of ``model``'s caches while it is entered.
+    """Replaces the quantisers of ``model``'s caches while it is entered; no fused operation quantises window KV meanwhile.
 
     ``near`` collects every group at a boundary; groups in ``forced`` get the codes of the other side.
     """
@@ -81,6 +82,7 @@ class QdqTrace:
     def _watch(self, module: Attention | Compressor | Indexer, block: str) -> None:
         plain = module.numerics
         values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        values["ops"] = dataclasses.replace(plain.ops, query_projection=query_projection)
         module.numerics = _Watched(**values, trace=self, block=block, ratio=module.ratio)
         self._undo.append(lambda: setattr(module, "numerics", plain))
 

@@ -89,7 +89,7 @@ def _shape(key: tuple) -> str:
     rows = " × ".join(str(size) for size in tensors[0][0])
     words = {
         "linear": lambda: f"{rows} → {constants['columns']}, {SHORT[tensors[1][1]]}",
-        "query_projection": lambda: f"{rows} → {tensors[2][0][1]} → {_listed(constants['columns'])}",
+        "query_projection": lambda: f"{rows} → {tensors[3][0][1]} → {_listed(constants['columns'])}, KV {tensors[5][0][1]}",
         "linears": lambda: f"{rows} → {_listed(constants['columns'])}",
         "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",

@@ -60,6 +60,15 @@ def slot_sums(between_sb: nl.NkiTensor, stream: nl.NkiTensor, width: int) -> nl.
     return sums_psum
 
 
+def share_sums(between_sb: nl.NkiTensor, weight: nl.NkiTensor, share: int) -> list:
+    """``slot_sums`` of this core's ``share`` columns of weight [C, 128, K / 128 share] @ HBM: one tile per 512 of them."""
+    k_tiles, found = between_sb.shape[1], []
+    for first, width in tiles(share, BANK):
+        stream = weight[nl.program_id(), :, k_tiles * first : k_tiles * (first + width)]
+        found.append(slot_sums(between_sb, stream, width))
+    return found
+
+
 def turn_slots(own: nl.NkiTensor, l_sb: nl.NkiTensor) -> None:
     """own [128, tiles, M] = l_sb [slots * 32, 128] as columns."""
     _, slots, rows = own.shape
