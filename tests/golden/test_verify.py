@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification itself: sets of other shapes, faults that it must find, flips and ties that it must explain, user errors."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -13,8 +14,12 @@ from own_set import SMALL, WITH_ALL, change, layer_tensors, make_set, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from modeling_deepseek_v41.kernels.dispatch import TORCH, register
 from modeling_deepseek_v41.loading import load_model
+from modeling_deepseek_v41.numerics import Arithmetic
+from modeling_deepseek_v41.projections import Projected, query_projection
 from modeling_deepseek_v41.verify import GoldenError, GoldenSet, check_mode, verify
+from modeling_deepseek_v41.verify.check import check_layer_files
 from modeling_deepseek_v41.verify.compare import within
 from modeling_deepseek_v41.verify.index_ties import tied_rows
 from modeling_deepseek_v41.verify.qdq_trace import QdqTrace
@@ -45,6 +50,26 @@ def test_a_set_with_everything_in_batches_of_three_passes(tmp_path: Path) -> Non
     kinds = {kind.kind for kind in report.modes[0].layers[0].kinds}
     assert {"engram_out", "candidates", "compress_kv", "topk_idxs_with_offset", "compressor_latent_pre_rope"} <= kinds
     assert all(entry.ok for mode in report.modes for entry in mode.hashes)
+
+
+def test_window_kv_is_watched_where_a_fused_operation_makes_it(made: tuple[Path, Path]) -> None:
+    """The layer check compares what the operation made; the trace has it made one by one and sees it before its QDQ."""
+    checkpoint, golden = made
+    plain = load_model(checkpoint, "fp32", kernels="torch", progress=False)
+
+    def fused(*args: Any) -> Projected:
+        return query_projection(*(plain.numerics if isinstance(arg, Arithmetic) else arg for arg in args))
+
+    register(dataclasses.replace(TORCH, name="fused projection", query_projection=fused))
+    model = load_model(checkpoint, "fp32", kernels="fused projection", progress=False)
+    (layers,) = check_layer_files(model, GoldenSet(golden), "f32")
+    assert layers.ok and "window_ring" in {kind.kind for kind in layers.kinds}
+    near = []
+    for one in (plain, model):
+        with QdqTrace(one) as trace:
+            teacher_forced(one, GoldenSet(golden).prompts("f32", one.config)[-1])
+        near.append(trace.near)
+    assert near[0] == near[1] and any(flip.kind == "window KV" for flip in near[0])
 
 
 def test_json_is_the_report(made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

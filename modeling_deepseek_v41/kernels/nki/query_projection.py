@@ -56,8 +56,8 @@ def query_projection(
         Per core: K (L + D) / (C 128^2) matmuls of 128 columns, K / 128 or L / 128 times ceil(N / 512 C) of up to 512 for each
         weight that follows. Bound: the weights' bytes at 362.5 GB/s. Predicted for 6 rows, two cores, 5120 x (1280 and 512) and
         1280 x 4096: 47.7 us, 1.20 times the bound of 39.8. With 1280 x 4096 of the indexer and of x the indexer's 32 columns,
-        63.8 us, 1.17 times; with a compressor's 512 as well, 71.0, 1.15 times; with twice 512, 78.4, 1.14 times.
-        VectorE: 6.3 us, most of it the QDQs'; GpSimd: 3.8 us, zeros.
+        63.8 us, 1.17 times; with a compressor's 512 as well, 71.2, 1.15 times; with twice 512, 78.6, 1.14 times.
+        VectorE: 8.3 us, most of it the QDQs', 1.9 of it for the window KV; GpSimd: 3.8 us, zeros.
     """
     rows, contraction = x.shape
     low, dim, cores = q_norm.shape[1], kv_norm.shape[1], nl.num_programs()
