@@ -93,7 +93,7 @@ def _shape(key: tuple) -> str:
         "linears": lambda: f"{rows} → {_listed(constants['columns'])}",
         "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",
-        "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[7][0][1] if len(tensors) > 6 else 0} keys",
+        "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[8][0][1] if len(tensors) > 8 else 0} keys",
         "index_scores": lambda: f"{rows}, {constants['count']} groups",
         "top_k": lambda: f"{rows}, {SHORT[tensors[0][1]]}",
     }

@@ -261,8 +261,8 @@ def test_all_local_experts(kernel):
 
 
 PER_EXPERT = {
-    "activation": 6, "dma_copy": 9, "nc_matmul": 1080, "nc_transpose": 18, "scalar_tensor_tensor": 46, "tensor_copy": 2,
-    "tensor_reduce": 3, "tensor_scalar": 18, "tensor_tensor": 12,
+    "activation": 6, "dma_copy": 9, "nc_matmul": 1080, "nc_transpose": 18, "scalar_tensor_tensor": 6, "tensor_copy": 2,
+    "tensor_reduce": 3, "tensor_scalar": 18, "tensor_tensor": 24,
 }  # fmt: skip
 PER_CALL = {
     "dma_copy": 6, "memset": 1, "nc_transpose": 44, "sendrecv": 1, "sendrecv_send": 1, "tensor_copy": 5, "tensor_tensor": 1,
@@ -280,13 +280,13 @@ def instructions(number: int, quantize: bool = True) -> dict[str, int]:
 
 
 @NO_TRACE
-@pytest.mark.parametrize(("quantize", "vector"), [(True, 6.1), pytest.param(False, 4.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("quantize", "vector"), [(True, 4.6), pytest.param(False, 2.6, marks=pytest.mark.slow)])
 def test_cost_of_one_expert(quantize, vector):
     """The docstring's figures at release shapes: within 1.15 x of the memory's bound, with the QDQ and without."""
     trace = Case(1, 5120, 2304, 6, (0,)).check(experts.local_experts, 2, quantize=quantize).trace
     given = {name: count for name, count in instructions(1, quantize).items() if count}
     assert trace.counts(0) == given and trace.counts(1) == given
-    assert trace.critical_path_us() == pytest.approx(55.8, abs=0.1)
+    assert trace.critical_path_us() == pytest.approx(56.0, abs=0.1)
     assert trace.critical_path_us() <= 1.15 * BOUND_US
     busy = trace.busy()
     assert busy["vector"] == pytest.approx(vector, abs=0.1) and busy["tensor"] < busy["dma"] < 1.05 * BOUND_US
@@ -298,11 +298,11 @@ def test_cost_of_one_expert(quantize, vector):
 def test_cost_of_further_experts():
     trace = Case(2, 5120, 2304, 6, (0, 1), alike=True).run(experts.local_experts, 2).trace
     assert trace.counts(0) == instructions(2)
-    assert trace.critical_path_us() == pytest.approx(55.8 + 50.5, abs=0.2)
+    assert trace.critical_path_us() == pytest.approx(56.0 + 50.5, abs=0.2)
     trace = Case(8, 5120, 288, 6, tuple(range(8))).run(experts.local_experts, 2).trace
     assert trace.count("nc_matmul", 0) == 8 * 240
-    assert trace.critical_path_us() == pytest.approx(8 * 7.7 + 11.6, abs=0.3)
-    assert trace.busy()["vector"] < 0.5 * trace.busy()["dma"]
+    assert trace.critical_path_us() == pytest.approx(8 * 7.7 + 10.6, abs=0.3)
+    assert trace.busy()["vector"] < 0.3 * trace.busy()["dma"]
 
 
 @NO_TRACE

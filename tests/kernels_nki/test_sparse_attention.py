@@ -26,7 +26,7 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
         self.dtype, self.window, self.selected = dtype, window, selected
         self.q = normal(rows, heads, dim, seed=seed).to(dtype)
-        self.table = table_of(rows, min(dim, 64) // 2)
+        self.table = table_of(rows, min(dim // 2, 64))
         self.sink = normal(heads, seed=seed + 1)
         self.kv = normal(own, dim, seed=seed + 2).to(dtype)
         self.ring = torch.full((2 * window + 3, dim), torch.nan, dtype=dtype)
@@ -133,7 +133,7 @@ def test_an_index_out_of_bounds_is_skipped_or_refused():
 
 @pytest.mark.skipif(real_nki(), reason="real nki gives no trace")
 def test_cost():
-    """The instructions that the docstring states; 6 rows x 640 take 2.8 times what their DMAs take."""
+    """The instructions that the docstring states; 6 rows x 640 take 2.9 times what their DMAs take."""
     trace = Case(6, 8, 512, 127, 6, 512, torch.bfloat16).run(2).trace
     chunks, gathers, tiles, queries, groups = 4, 4, 2, 3, 2
     for core in (0, 1):
@@ -141,8 +141,8 @@ def test_cost():
         transposes = queries * chunks * gathers + groups * (chunks + tiles + gathers) + chunks * tiles
         assert trace.count("nc_transpose", core) == transposes
         assert trace.count("nc_matmul", core) == queries * (chunks + 1) * gathers + groups * (chunks + tiles + 2)
-    assert trace.critical_path_us() == pytest.approx(22.8, abs=0.06)
-    assert trace.critical_path_us() <= 2.85 * trace.busy()["dma"]
+    assert trace.critical_path_us() == pytest.approx(23.3, abs=0.06)
+    assert trace.critical_path_us() <= 2.9 * trace.busy()["dma"]
     assert trace.dma_bytes() <= 1.05 * (6 * 512 + 2 * 133 + 2 * 48) * 1024
 
 

@@ -55,8 +55,8 @@ def local_experts(
 
     Cost (per core, predicted by the emulator's schedule; inter 2304 and hidden 5120 on two cores, 6 rows):
         Per expert 1,080 nc_matmul (28.8 us), 9 DMAs of 17.7 MB (50.5 us with their descriptors; 48.8 us, the bytes alone, is
-        the bound), 79 VectorE instructions (5.7 us), 18 transposes, 24 and 18 of them for the QDQ.
-        One expert takes 55.8 us from first to last, 1.15 x the bound, with the QDQ of h or without: it hides behind the
+        the bound), 51 VectorE instructions (4.2 us), 18 transposes, 24 and 18 of them for the QDQ.
+        One expert takes 56.0 us from first to last, 1.15 x the bound, with the QDQ of h or without: it hides behind the
         weights. Each further expert takes 50.5 us. inter 288: 240 nc_matmul and 7.7 us per further expert, bound 6.1 us,
         6.8 us with the zeros that fill 288 columns to twice 160. At 128 rows the tensor engine is the bound, 57.6 us per
         expert of 2304 columns; for 288 it is VectorE, 18 us.

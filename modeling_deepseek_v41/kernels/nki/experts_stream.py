@@ -140,8 +140,8 @@ def multiply_down(e: Experts, side: int, j: int, first: int, end: int) -> None:
             )
     scale = e.scales[side][0:width, 2 * shape.tiles + first : 2 * shape.tiles + end]
     total = e.total[:, first:end]
-    if e.rounded is not None:
-        y = e.rounded[:, 0:n]
+    if e.scaled is not None:
+        y = e.scaled[:, 0:n]
         nisa.tensor_tensor(dst=y, data1=sums, data2=scale.expand_dim(2).broadcast(2, e.rows), op=nl.multiply)
         nisa.tensor_tensor(dst=total, data1=total, data2=y, op=nl.add)
     else:

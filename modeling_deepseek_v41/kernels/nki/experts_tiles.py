@@ -11,6 +11,10 @@ BANK = 2048
 """Bytes of a PSUM bank, per partition."""
 
 
+FEW_ROWS = 16
+"""Up to so many, two VectorE instructions over all tiles of a piece of w2 are quicker than one per tile."""
+
+
 class Experts(nl.NKIObject):
     """The operands, the options, and the tiles that the kernel works in. T: tiles of columns, KT: hidden tiles."""
 
@@ -37,8 +41,8 @@ class Experts(nl.NKIObject):
     """[W, T, M] bf16, of two experts"""
     scales: list
     """[max(KW, W), 2 T + KT] fp32, of two experts"""
-    rounded: nl.NkiTensor | None
-    """[KW, tiles, M] bf16: where an expert's result is rounded before the sum"""
+    scaled: nl.NkiTensor | None
+    """[KW, tiles, M]: an expert's result before the sum, bf16 where it is rounded; None where tiles are added one by one"""
     received: nl.NkiTensor | None
     """[KW, KT / 2, M] fp32: on two cores, the other one's sum for this one's half"""
     total: nl.NkiTensor
@@ -82,9 +86,10 @@ def start(
         scales.append(nl.ndarray((partitions, shape.scale_bytes // 2), nl.float32, buffer=nl.sbuf))
     total = nl.ndarray((shape.hidden_width, hidden_tiles, rows), nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
-    received, rounded = None, None
-    if round_experts:
-        rounded = nl.ndarray((shape.hidden_width, most_down, rows), nl.bfloat16, buffer=nl.sbuf)
+    received, scaled = None, None
+    if round_experts or rows <= FEW_ROWS:
+        kind = nl.bfloat16 if round_experts else nl.float32
+        scaled = nl.ndarray((shape.hidden_width, most_down, rows), kind, buffer=nl.sbuf)
     if cores > 1:
         received = nl.ndarray((shape.hidden_width, hidden_tiles // 2, rows), nl.float32, buffer=nl.sbuf)
     routing_sb = nl.ndarray((PARTITIONS, experts, rows), nl.float32, buffer=nl.sbuf)
@@ -97,7 +102,7 @@ def start(
         up_slots=weight_slots(partitions, shape.up_sizes, UP_BYTES, w13.dtype),
         down_slots=weight_slots(width, shape.down_sizes, DOWN_BYTES, w2.dtype),
         products=products, sums=sums, hidden=pair, scales=scales,
-        rounded=rounded, total=total, received=received, work=scratch(shape, rows, stride),
+        scaled=scaled, total=total, received=received, work=scratch(shape, rows, stride),
     )  # fmt: skip
 
 

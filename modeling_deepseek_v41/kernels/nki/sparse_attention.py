@@ -62,10 +62,10 @@ def sparse_attention(
         With C = D / 128 and w window tiles of up to 128 rows, per query: I gathers, C I transposes, copied in two halves, and
         (C + 1) I matmuls. Per group: C + w + I transposes and C + w + 2 matmuls; per core C w transposes of the window.
         Bound: a query's DMA, K rows of D values (1.4 us at 512 x 1 KiB without descriptors), or GpSimd, which writes K
-        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 22.8 us,
-        2.8 times the 8.1 us of DMA; 11.1 us of GpSimd, 10.4 us of the tensor engine, 8.7 us of VectorE. 18 us of it are the
+        descriptors (3.4 us at the assumed 8 cycles each). Predicted for 6 queries x 640 rows, 8 heads, two cores: 23.3 us,
+        2.9 times the 8.1 us of DMA; 11.1 us of GpSimd, 10.4 us of the tensor engine, 9.2 us of VectorE. 18 us of it are the
         indices' DMA, GpSimd, the last gather and the output's DMA, one after the other. The rotations, 16 VectorE
-        instructions, take 0.5 us of it, where two launches of ``rotate`` would take 10.4 us.
+        instructions, take 1 us of it, where two launches of ``rotate`` would take 10.4 us.
     """
     check(q, sink)
     rows, heads, dim = q.shape
