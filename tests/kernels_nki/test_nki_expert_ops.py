@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.expert_bank import ExpertBank
-from modeling_deepseek_v41.experts import local_experts
+from modeling_deepseek_v41.experts import as_bank, local_experts
 from modeling_deepseek_v41.numerics import Arithmetic
 
 
@@ -31,6 +31,12 @@ def tokens_of(experts: int, tokens: int, d: int) -> tuple[Tensor, Tensor, Tensor
     return x, ids, torch.rand(2, tokens, 3, generator=draw)
 
 
+def summed(inputs: tuple[Tensor, Tensor, Tensor], experts: ExpertBank, stored: StoredExperts, a: Arithmetic) -> Tensor:
+    """The chosen ones of ``experts`` and the shared one that is ``stored``."""
+    shared = bank(stored, a, "bf16")
+    return local_experts(*inputs, experts, a.ops.shared_expert(inputs[0], as_bank(shared.tensors, True), 2.0, a), 2.0)
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["whole on one core", "shares on two"])
 @pytest.mark.parametrize("tokens", [1, 6, 130], ids=["decode", "verification", "prefill"])
 def test_experts(tokens, whole):
@@ -38,11 +44,11 @@ def test_experts(tokens, whole):
     plain, kernels = pair(torch.bfloat16)
     stored, always = StoredExperts(5, 128, 96), StoredExperts(1, 128, 96, seed=1)
     inputs = tokens_of(5, tokens, 128)
-    expected = local_experts(*inputs, bank(stored, plain, "bf16", whole), bank(always, plain, "bf16"), 2.0)
+    expected = summed(inputs, bank(stored, plain, "bf16", whole), always, plain)
     for storage, calls in (("fp8_exact", {"active_experts": -(-2 * tokens // 128), "linear": 2, "swiglu": 1}),
                            ("bf16", {"linear": 12, "swiglu": 6})):  # fmt: skip
         emulated.launched.clear()
-        found = local_experts(*inputs, bank(stored, kernels, storage, whole), bank(always, kernels, "bf16"), 2.0)
+        found = summed(inputs, bank(stored, kernels, storage, whole), always, kernels)
         assert emulated.launched == calls
         close(found, expected, torch.float32)
 
@@ -51,9 +57,9 @@ def test_experts_in_fp32():
     """Numerics without rounding run the same kernels on fp32 weights."""
     plain, kernels = pair(torch.float32)
     stored, always, inputs = StoredExperts(3, 128, 96), StoredExperts(1, 128, 96, seed=1), tokens_of(3, 4, 128)
-    expected = local_experts(*inputs, bank(stored, plain, "bf16"), bank(always, plain, "bf16"), 2.0)
+    expected = summed(inputs, bank(stored, plain, "bf16"), always, plain)
     emulated.launched.clear()
-    close(local_experts(*inputs, bank(stored, kernels, "bf16"), bank(always, kernels, "bf16"), 2.0), expected, torch.float32)
+    close(summed(inputs, bank(stored, kernels, "bf16"), always, kernels), expected, torch.float32)
     assert emulated.launched == {"linear": 8, "swiglu": 4}
 
 
@@ -63,11 +69,11 @@ def test_experts_with_rows_that_fp8_cannot_hold(whole):
     plain, kernels = pair(torch.bfloat16)
     wide = {"w1": [(1, 0)], "w2": [(3, 5), (3, 127)], "w3": [(3, 95)]}
     stored, always, inputs = StoredExperts(5, 128, 96, wide=wide), StoredExperts(1, 128, 96, seed=1), tokens_of(5, 6, 128)
-    expected = local_experts(*inputs, bank(stored, plain, "bf16", whole), bank(always, plain, "bf16"), 2.0)
+    expected = summed(inputs, bank(stored, plain, "bf16", whole), always, plain)
     made = bank(stored, kernels, "fp8_exact", whole)
     assert made.w13_places.tolist() == made.w2_places.tolist() == [1, 3]
     emulated.launched.clear()
-    close(local_experts(*inputs, made, bank(always, kernels, "bf16"), 2.0), expected, torch.float32)
+    close(summed(inputs, made, always, kernels), expected, torch.float32)
     assert emulated.launched == {"active_experts": 1, "linear": 6, "swiglu": 3}
 
 
