@@ -94,6 +94,27 @@ def grouped(x, w, rounds, out):  # type: ignore[no-untyped-def]
 
 
 @threaded
+def one_expert(x, w13, w2, share, limit, rounds, whole, quantizes, out):  # type: ignore[no-untyped-def]
+    """out [r, d] = share * W2 swiglu(W13 x) for every row of x [r, d] fp32; w13 [1, 2I, d], w2 [1, d, I].
+
+    whole and share as in expert_bank.ExpertBank.
+    """
+    rows, width, dim = x.shape[0], w13.shape[1], out.shape[1]
+    gate_up, h = np.empty((rows, width), F32), np.empty((rows, width // 2), F32)
+    for item in prange(-(-width // STRIP)):
+        first, stop = item * STRIP, min(item * STRIP + STRIP, width)
+        for row in range(rows):
+            strip(w13[0], first, stop, x[row], rounds, gate_up[row])
+    swiglu_alone(gate_up, np.ones(rows, F32), limit, rounds, quantizes, h)
+    for item in prange(-(-dim // STRIP)):
+        first, stop = item * STRIP, min(item * STRIP + STRIP, dim)
+        for row in range(rows):
+            strip(w2[0], first, stop, h[row], rounds and whole, out[row])
+            for j in range(first, stop):
+                out[row, j] *= share
+
+
+@threaded
 def experts(x, ids, routing, w13, w2, shared, limit, rounds, whole, quantizes, out):  # type: ignore[no-untyped-def]
     """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing), plus ``shared`` [d], as experts.local_experts says.
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from .. import moe
 from ..experts import Bank, routing_table
-from .nki_launch import PARTITIONS, Launch
+from .nki_launch import BANK, PARTITIONS, Launch
 from .nki_linear_ops import LinearKernels, columns_of
 from .nki_row_ops import RowKernels
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
-CORES, MOST_ROWS, MOST_COLUMNS, GROUP = 2, 32, 512, 32
-"""Of the fused router and shared expert: cores, rows per call, the shared expert's columns, of which it takes whole groups
-(kernels/nki/slots.py)."""
+CORES, MOST_ROWS, SLOTS, GROUP = 2, 32, 4, 32
+"""Of the fused router and shared expert: cores, rows per call, slots that experts and columns are spread over
+(kernels/nki/slots.py), and columns of a group of the QDQ."""
 ROUTING = 8192
 """Rows times experts per kernel call: 32 KiB of routing weights in every partition."""
 
@@ -55,16 +55,10 @@ class ExpertKernels:
         if not _fits(x, weight, bias, shared, arithmetic):
             return moe.route_and_share(x, weight, bias, k, normalises, factor, shared, limit, arithmetic)
         w13, w2 = shared.w13.rows[0], shared.w2.rows[0]
-        options = {
-            "columns": columns_of(w13, x.shape[2]) // 2,
-            "k": k,
-            "normalises": normalises,
-            "factor": factor,
-            "limit": limit,
-        }
+        weights, columns = (weight, bias.unsqueeze(0), w13, w2), columns_of(w13, x.shape[2]) // 2
+        options = {"columns": columns, "k": k, "normalises": normalises, "factor": factor, "limit": limit, "cores": CORES}
         rows = x.flatten(0, 1).bfloat16().split(MOST_ROWS)
-        weights = weight, bias.unsqueeze(0), w13, w2
-        found = [self._launch(self._route_and_share, some, *weights, cores=CORES, **options) for some in rows]
+        found = [self._launch(self._route_and_share, some, *weights, **options) for some in rows]
         ids, routing, quantised, y = (torch.cat(part).unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
         return ids.long(), routing, quantised.float(), y * shared.share
 
@@ -115,4 +109,5 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor, shared: Bank, arithmetic: "Ar
     if not decode or shared.whole or not halves or x.shape[2] % (CORES * PARTITIONS):
         return False
     columns = columns_of(w13, x.shape[2]) // 2
-    return 8 <= experts <= 1024 and experts % 8 == 0 and columns <= MOST_COLUMNS and columns % GROUP == 0
+    whole = experts % (CORES * SLOTS) == 0 and columns % GROUP == 0
+    return whole and experts <= CORES * BANK and columns <= SLOTS * PARTITIONS

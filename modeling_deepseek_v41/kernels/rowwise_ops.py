@@ -118,12 +118,10 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
 def shared_expert(x: Tensor, shared: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
     if x.shape[1] > arithmetic.exact_tokens:
         return experts.shared_expert(x, shared, limit, arithmetic)
-    w13, w2 = (_weight(weight.rows)[0] for weight in (shared.w13, shared.w2))
-    gate_up, out = torch.empty(*x.shape[:2], w13.shape[0]), torch.empty(x.shape)
-    matrix_rows.linear(w13.size, _rows(x, 1), w13, arithmetic.rounds, _rows(gate_up, 1))
-    h = swiglu(gate_up, None, limit, arithmetic)
-    matrix_rows.linear(w2.size, _rows(h, 1), w2, arithmetic.rounds and shared.whole, _rows(out, 1))
-    return out.mul_(shared.share)
+    w13, w2, out = _weight(shared.w13.rows), _weight(shared.w2.rows), torch.empty(x.shape)
+    options = F32(shared.share), F32(limit), arithmetic.rounds, shared.whole, arithmetic.quantize_activations
+    matrix_rows.one_expert(w13.size, _rows(x, 1), w13, w2, *options, _rows(out, 1))
+    return out
 
 
 def expert_rows(

@@ -91,6 +91,7 @@ def _shape(key: tuple) -> str:
         "linear": lambda: f"{rows} → {constants['columns']}, {SHORT[tensors[1][1]]}",
         "query_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}, {constants['dim']}",
         "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
+        "route_and_share": lambda: f"{rows}, {tensors[2][0][1]} experts, {constants['columns']} columns",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",
         "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[7][0][1] if len(tensors) > 6 else 0} keys",
         "index_scores": lambda: f"{rows}, {constants['count']} groups",

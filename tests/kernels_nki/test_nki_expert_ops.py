@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operation over a layer's experts as kernels in the emulator, against PyTorch on the decoded weights."""
 
+import dataclasses
+
 import emulated
 import pytest
 import torch
+from comparing import normal
 from paired import close, pair
 from stored_experts import StoredExperts
 from stored_experts import bank as stored_bank
@@ -12,7 +15,10 @@ from torch import Tensor
 from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.expert_bank import ExpertBank
 from modeling_deepseek_v41.experts import as_bank, local_experts
+from modeling_deepseek_v41.kernels.nki_layout import as_linear
 from modeling_deepseek_v41.numerics import Arithmetic
+
+BF16 = torch.bfloat16
 
 
 def bank(stored: StoredExperts, a: Arithmetic, storage: str, whole: bool = True) -> ExpertBank:
@@ -75,6 +81,37 @@ def test_experts_with_rows_that_fp8_cannot_hold(whole):
     emulated.launched.clear()
     close(summed(inputs, made, always, kernels), expected, torch.float32)
     assert emulated.launched == {"active_experts": 1, "linear": 6, "swiglu": 3}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "d", "experts", "inter", "whole", "dtype", "launches"),
+    [
+        (2, 3, 256, 16, 96, False, BF16, 1), (40, 1, 256, 16, 96, False, BF16, 2), (1, 7, 256, 16, 96, False, BF16, 0),
+        (2, 3, 256, 16, 96, True, BF16, 0), (2, 3, 128, 16, 96, False, BF16, 0), (2, 3, 256, 12, 96, False, BF16, 0),
+        (2, 3, 256, 16, 40, False, BF16, 0), (2, 3, 256, 16, 96, False, torch.float32, 0),
+    ],
+)  # fmt: skip
+def test_route_and_share(batch, tokens, d, experts, inter, whole, dtype, launches):
+    """Decode, more rows than a launch takes, a prompt, a whole shared expert, shapes that do not fit, and fp32.
+
+    Small multiples of powers of two: all sums before h are exact in any order.
+    """
+    plain, kernels = pair(dtype)
+    x = (normal(batch, tokens, d) * 8).round().clamp(-15, 15)
+    gate, bias = (normal(experts, d, seed=1) * 4).round() / 512, normal(experts, seed=2) / 4
+    w13, w2 = (normal(2 * inter, d, seed=3) * 4).round() / 256, normal(d, inter, seed=4).to(dtype).float()
+    if inter % 32:
+        plain, kernels = (dataclasses.replace(a, quantize_activations=False) for a in (plain, kernels))
+    shared, packed = ([as_bank([one[None] for one in weights], whole, 0.125) for weights in (
+        [w13.to(dtype), w2.to(dtype)], [as_linear(one.to(dtype)) for one in (w13, w2)])])  # fmt: skip
+    emulated.launched.clear()
+    found = kernels.ops.route_and_share(x, as_linear(gate.to(dtype)), bias, 2, True, 1.5, packed, 2.0, kernels)
+    assert emulated.launched.get("route_and_share", 0) == launches and bool(launches) == (len(emulated.launched) == 1)
+    expected = plain.ops.route_and_share(x, gate, bias, 2, True, 1.5, shared, 2.0, plain)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
+    close(found[1], expected[1], torch.float32)
+    differ = (found[3] - expected[3]).abs().amax(-1) > 1e-5 * expected[3].abs().amax()
+    assert differ.float().mean() < 0.1 or whole
 
 
 @pytest.mark.parametrize(("dtype", "storage"), [(torch.float32, "fp8_exact"), (torch.bfloat16, "fp4_bytes")])
