@@ -121,7 +121,7 @@ def test_refusals():
 
 @pytest.mark.skipif(real_nki(), reason="real nki gives no trace")
 def test_cost():
-    """The docstring's figures: within 1.31 times the bytes' bound with the latencies of load and store."""
+    """The docstring's figures: 1.30 times the bytes' bound, with the latencies of load and store."""
     trace = Case(6, 5120, 384, 288, 6).run(2).trace
     for core in (0, 1):
         assert trace.count("nc_matmul", core) == 20 * 2 * 3 + 1 + 40 * 3 + 2 * 3 + 20 * 3
