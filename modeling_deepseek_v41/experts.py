@@ -110,9 +110,12 @@ def as_bank(tensors: list[Tensor], whole: bool, share: float = 1.0) -> Bank:
 
 
 def shared_expert(x: Tensor, shared: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
-    """The result [B, T, d] fp32 of the one expert of ``shared`` for x [B, T, d] fp32, past the QDQ; in decode row by row."""
+    """The result [B, T, d] fp32 of the one expert of ``shared`` for x [B, T, d] fp32, which has passed the QDQ.
+
+    Rows of decode run one by one, as the routed experts' do on a CPU; in a device's graph all rows are one product.
+    """
     rows = x.flatten(0, 1)
-    if x.shape[1] > arithmetic.exact_tokens:
+    if x.shape[1] > arithmetic.exact_tokens or x.device.type != "cpu":
         return one_expert(rows, 0, None, shared, limit, arithmetic).view(x.shape)
     one = rows.new_ones(1)
     return torch.cat([one_row(row, [0], one, shared, limit, arithmetic) for row in rows.split(1)]).view(x.shape)
