@@ -32,13 +32,14 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
 
 _LIBRARY = torch.library.Library("deepseek_v41", "DEF")
 _LIBRARY.define(
-    "local_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] bank, bool whole, Tensor[] shared, bool shared_whole,"
-    " float share, float limit, ScalarType dtype, bool quantize, int exact_tokens, str kernels) -> Tensor"
+    "local_experts(Tensor x, Tensor ids, Tensor weights, Tensor[] bank, bool whole, Tensor shared, float limit,"
+    " ScalarType dtype, bool quantize, int exact_tokens, str kernels) -> Tensor"
 )
 
 
-def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
-    """Each row's chosen experts, weighted, and the ``shared`` one: x [B, T, d] fp32, ids, weights [B, T, k] to [B, T, d] fp32.
+def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, shared: Tensor, limit: float) -> Tensor:
+    """Each row's chosen experts, weighted, plus ``shared``, the shared one's result: x and shared [B, T, d] fp32, ids and
+    weights [B, T, k] to [B, T, d] fp32.
 
     An id of E, the bank's number of experts, is another rank's expert and adds nothing.
     Per expert: gate, up = x W13^T rounded to the arithmetic's dtype, h = silu(gate) * up * routing weight, rounded, fp8
@@ -47,9 +48,8 @@ def local_experts(x: Tensor, ids: Tensor, weights: Tensor, bank: ExpertBank, sha
     """
     a = bank.arithmetic
     return torch.ops.deepseek_v41.local_experts(
-        x, ids, weights, bank.tensors, bank.whole, shared.tensors, shared.whole, shared.share, limit,
-        a.dtype, a.quantize_activations, a.exact_tokens, a.ops.name,
-    )  # fmt: skip
+        x, ids, weights, bank.tensors, bank.whole, shared, limit, a.dtype, a.quantize_activations, a.exact_tokens, a.ops.name
+    )
 
 
 def _arithmetic(dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str) -> Arithmetic:
@@ -61,26 +61,24 @@ def _arithmetic(dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: 
 
 @torch.library.impl(_LIBRARY, "local_experts", "CPU")
 def _local_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
-    share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
+    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: Tensor, limit: float,
+    dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
     arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
-    rows, chosen, routing = x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1)
     run = arithmetic.ops.expert_rows if x.shape[1] <= exact_tokens else arithmetic.ops.expert_by_expert
-    banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
-    return run(rows, chosen, routing, *banks, limit, arithmetic).view(x.shape)
+    rows, chosen, routing, added = (one.flatten(0, 1) for one in (x, ids, weights, shared))
+    return run(rows, chosen, routing, as_bank(bank, whole), added, limit, arithmetic).view(x.shape)
 
 
 @torch.library.impl(_LIBRARY, "local_experts", "CompositeExplicitAutograd")
 def _traced_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], shared_whole: bool,
-    share: float, limit: float, dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
+    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: Tensor, limit: float,
+    dtype: torch.dtype, quantize: bool, exact_tokens: int, kernels: str,
 ) -> Tensor:  # fmt: skip
     """Wherever a tensor cannot be read on the host to choose experts by it."""
     arithmetic = _arithmetic(dtype, quantize, exact_tokens, kernels)
-    banks = as_bank(bank, whole), as_bank(shared, shared_whole, share)
-    run = arithmetic.ops.every_expert
-    return run(x.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), *banks, limit, arithmetic).view(x.shape)
+    rows, chosen, routing, added = (one.flatten(0, 1) for one in (x, ids, weights, shared))
+    return arithmetic.ops.every_expert(rows, chosen, routing, as_bank(bank, whole), added, limit, arithmetic).view(x.shape)
 
 
 @torch.library.register_fake("deepseek_v41::local_experts", lib=_LIBRARY)
@@ -111,14 +109,25 @@ def as_bank(tensors: list[Tensor], whole: bool, share: float = 1.0) -> Bank:
     return Bank(*weights_of(tensors), whole, share)
 
 
+def shared_expert(x: Tensor, shared: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    """The result [B, T, d] fp32 of the one expert of ``shared`` for x [B, T, d] fp32, which has passed the QDQ.
+
+    Rows of decode run one by one, as the routed experts' do on a CPU; in a device's graph all rows are one product.
+    """
+    rows = x.flatten(0, 1)
+    if x.shape[1] > arithmetic.exact_tokens or x.device.type != "cpu":
+        return one_expert(rows, 0, None, shared, limit, arithmetic).view(x.shape)
+    one = rows.new_ones(1)
+    return torch.cat([one_row(row, [0], one, shared, limit, arithmetic) for row in rows.split(1)]).view(x.shape)
+
+
 def expert_rows(
-    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Tensor, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
-    """The chosen and the shared expert's sum a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
+    """The chosen experts' sum and ``shared`` [n, d], a row at a time: x [n, d], ids and routing [n, k] to [n, d]."""
     experts, sums = bank.experts, []
     for row, row_ids in enumerate(ids.tolist()):
-        token, weights = x[row : row + 1], routing[row]
-        y = one_row(token, [0], routing.new_ones(1), shared, limit, arithmetic)
+        token, weights, y = x[row : row + 1], routing[row], shared[row : row + 1]
         if max(row_ids) == experts:
             weights = weights[ids[row] < experts]
             row_ids = [expert for expert in row_ids if expert < experts]
@@ -140,7 +149,7 @@ def one_row(x: Tensor, ids: list[int], routing: Tensor, bank: Bank, limit: float
 
 
 def expert_by_expert(
-    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Tensor, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
     """The same an expert at a time, over all the rows that chose it: the fp32 sums come in another order."""
     k = ids.shape[1]
@@ -151,14 +160,14 @@ def expert_by_expert(
         if counts[expert]:
             rows = places // k
             out.index_add_(0, rows, one_expert(x[rows], expert, routing.flatten()[places], bank, limit, arithmetic))
-    return out.add_(one_expert(x, 0, None, shared, limit, arithmetic))
+    return out.add_(shared)
 
 
 def every_expert(
-    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Tensor, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
     """The same without a look at ``ids``: every expert over all rows, with weight 0 where it was not chosen."""
-    out = one_expert(x, 0, None, shared, limit, arithmetic)
+    out = shared
     for expert, weights in enumerate(routing_table(ids, routing, bank.experts).unbind(1)):
         out = out + one_expert(x, expert, weights, bank, limit, arithmetic)
     return out

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .checkpoint.rank import Source
 from .config import ModelConfig
 from .expert_bank import ExpertBank, ExpertStorage
-from .experts import local_experts
+from .experts import Bank, as_bank, local_experts
 from .linear import fill, frozen
 from .numerics import Arithmetic
 from .parallel import Parallel, own_rows, place_of
@@ -16,7 +16,7 @@ from .topk import top_positions
 
 
 class Router(nn.Module):
-    """The gate of one layer; its logits, scores and weights are fp32."""
+    """The gate of one layer, with the shared expert beside it; logits, scores and routing weights are fp32."""
 
     def __init__(self, config: ModelConfig, is_drafter: bool, arithmetic: Arithmetic):
         super().__init__()
@@ -26,17 +26,31 @@ class Router(nn.Module):
         self.weight = frozen(experts, config.hidden_size, dtype=arithmetic.weight_dtype)
         self.bias = frozen(experts)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, d] to expert ids [B, T, k] int64, best first, and routing weights [B, T, k] fp32."""
-        logits = self.arithmetic.ops.linear(x, self.weight, False, self.arithmetic)
-        return self.arithmetic.ops.route(logits, self.bias, self.top_k, self.normalises, self.factor, self.arithmetic)
+    def forward(self, x: Tensor, shared: Bank, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``route_and_share`` of x [B, T, d] fp32 and the layer's shared expert, whose clamp is ``limit``."""
+        options = self.top_k, self.normalises, self.factor
+        return self.arithmetic.ops.route_and_share(x, self.weight, self.bias, *options, shared, limit, self.arithmetic)
+
+
+def route_and_share(
+    x: Tensor, weight: Tensor, bias: Tensor, k: int, normalises: bool, factor: float, shared: Bank, limit: float,
+    arithmetic: Arithmetic,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What every rank does with all rows: ids and routing weights [B, T, k] of ``route``, activation(x) [B, T, d], which the
+    experts take, and the shared expert's result of it [B, T, d].
+
+    x [B, T, d] fp32, not yet through the activation QDQ; the gate's weight [experts, d] fp32 or bf16, its bias [experts].
+    """
+    ops, quantised = arithmetic.ops, arithmetic.activation(x)
+    ids, weights = ops.route(ops.linear(x, weight, False, arithmetic), bias, k, normalises, factor, arithmetic)
+    return ids, weights, quantised, ops.shared_expert(quantised, shared, limit, arithmetic)
 
 
 def route(
     logits: Tensor, bias: Tensor, k: int, normalises: bool, factor: float, arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """The k experts [B, T, k] of the highest score + ``bias``, best first, and their weights: the scores without the bias,
-    divided by their sum where ``normalises``, times ``factor``; logits [B, T, experts] fp32."""
+    """The k experts [B, T, k] int64 of the highest score + ``bias``, best first, and their weights: the scores without the
+    bias, divided by their sum where ``normalises``, times ``factor``; logits [B, T, experts] fp32."""
     scores = by_rows(sqrt_softplus, arithmetic.exact_tokens, logits)
     ids = top_positions(scores + bias, k)
     weights = scores.gather(-1, ids)
@@ -58,6 +72,11 @@ class SharedExpert(ExpertBank):
         parts = parallel.layout.shared_tp_degree
         inter, share = config.moe_intermediate_size // parts, parts / parallel.layout.world_size
         super().__init__(1, config.hidden_size, inter, arithmetic, ExpertStorage(), parts == 1, share)
+
+    @property
+    def bank(self) -> Bank:
+        """Its weights as operations take them."""
+        return as_bank(self.tensors, self.whole, self.share)
 
     def load(self, checkpoint: Source, name: str) -> None:
         """Reads ``name``.{w1,w2,w3}.{weight,scale}."""
@@ -91,10 +110,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, rank: Tensor) -> Tensor:
         """x = ffn_norm(collapse(streams)) [B, T, d] and this process's rank [1] to the sublayer's output [B, T, d]."""
-        ids, weights = self.gate(x)
+        ids, weights, quantised, shared = self.gate(x, self.shared_experts.bank, self.limit)
         if self.split.parts > 1:
             own, here = own_rows(ids, place_of(self.split.places, rank), self.local)
             ids = own.masked_fill(~here, self.local)
-        quantised = self.arithmetic.activation(x)
-        y = local_experts(quantised, ids, weights, self.experts, self.shared_experts, self.limit)
+        y = local_experts(quantised, ids, weights, self.experts, shared, self.limit)
         return self.arithmetic.round(self.world.sum(y))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modeling_deepseek_v41.config import load_config
 from modeling_deepseek_v41.expert_bank import ExpertBank
-from modeling_deepseek_v41.experts import local_experts
+from modeling_deepseek_v41.experts import as_bank, local_experts
 from modeling_deepseek_v41.moe import Router
 from modeling_deepseek_v41.numerics import Arithmetic
 
@@ -98,11 +98,30 @@ def test_weights_are_normalised_for_several_experts_only_and_always_scaled(
     router.weight.copy_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3)) / 11)
     router.bias.zero_()
     x = torch.randn(1, 4, config.hidden_size, generator=torch.Generator().manual_seed(4))
-    ids, weights = router(x)
+    nothing = bank(router.arithmetic, StoredExperts(1, config.hidden_size, 32), "bf16")
+    ids, weights, *_ = router(x, as_bank(nothing.tensors, True), 0.0)
     plain = 2.5 * np.sqrt(np.logaddexp(0, (x.double() @ router.weight.double().T).numpy()))
     plain = torch.from_numpy(plain).gather(-1, ids)
     expected = plain if total is None else plain / plain.sum(-1, keepdim=True) * total
     torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=0)
+
+
+@KERNELS
+@TOKENS
+@pytest.mark.parametrize("numerics", ["release", "fp32"])
+def test_one_operation_routes_quantises_and_shares(tokens: int, numerics: str, kernels: str) -> None:
+    """What the four functions say by themselves: the router takes x as it is, the shared expert what the routed ones take."""
+    a = arithmetic(numerics, kernels)
+    x = a.round(torch.randn(2, tokens, 64, generator=torch.Generator().manual_seed(6)))
+    gate, bias = torch.randn(8, 64, generator=torch.Generator().manual_seed(7)) / 8, torch.linspace(-1, 1, 8)
+    shared = as_bank(bank(a, SHARED, "bf16").tensors, False, 0.25)
+    ids, weights, quantised, y = a.ops.route_and_share(x, gate, bias, 3, True, 1.5, shared, 2.0, a)
+    expected, shares = a.ops.route(a.ops.linear(x, gate, False, a), bias, 3, True, 1.5, a)
+    assert torch.equal(ids, expected) and torch.equal(weights, shares) and torch.equal(quantised, a.activation(x))
+    gate_up = a.round(quantised.double() @ shared.w13.rows[0].double().T)
+    h = a.ops.swiglu(gate_up.float(), None, 2.0, a)
+    exact = h.double() @ shared.w2.rows[0].double().T / 4
+    assert (y - exact).abs().max() < (2e-6 if numerics == "fp32" else 1e-2) * exact.abs().max()
 
 
 @KERNELS
@@ -148,6 +167,13 @@ def naive(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertBank, shared: 
     return out
 
 
+def summed(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertBank, shared: ExpertBank, limit: float) -> Tensor:
+    """The chosen experts and the shared one, as MoE adds them up."""
+    a = experts.arithmetic
+    y = a.ops.shared_expert(x, as_bank(shared.tensors, shared.whole, shared.share), limit, a)
+    return local_experts(x, ids, weights, experts, y, limit)
+
+
 def call(a: Arithmetic, tokens: int, storage: str = "bf16") -> tuple[Tensor, Tensor]:
     """(found, expected) of one call over two sequences; an expert may be chosen by all tokens or none."""
     generator = torch.Generator().manual_seed(7)
@@ -156,7 +182,7 @@ def call(a: Arithmetic, tokens: int, storage: str = "bf16") -> tuple[Tensor, Ten
     weights = torch.rand(2, tokens, 3, generator=generator)
     experts, decoded = (bank(a, EXPERTS, kind) for kind in (storage, "bf16"))
     shared = bank(a, SHARED, "bf16")
-    return local_experts(x, ids, weights, experts, shared, 2.0), naive(x, ids, weights, decoded, shared, 2.0)
+    return summed(x, ids, weights, experts, shared, 2.0), naive(x, ids, weights, decoded, shared, 2.0)
 
 
 @KERNELS
@@ -194,11 +220,11 @@ def test_a_row_of_decode_does_not_depend_on_the_others(numerics: str, kernels: s
     ids = torch.randint(8, (3, EXACT_TOKENS, 2), generator=generator)
     weights = torch.rand(3, EXACT_TOKENS, 2, generator=generator)
     experts, shared = bank(a, EXPERTS, "bf16"), bank(a, SHARED, "bf16")
-    whole = local_experts(x, ids, weights, experts, shared, 0.0)
+    whole = summed(x, ids, weights, experts, shared, 0.0)
     for b in range(3):
         for t in range(EXACT_TOKENS):
             one = (slice(b, b + 1), slice(t, t + 1))
-            assert torch.equal(local_experts(x[one], ids[one], weights[one], experts, shared, 0.0), whole[one])
+            assert torch.equal(summed(x[one], ids[one], weights[one], experts, shared, 0.0), whole[one])
 
 
 @KERNELS
@@ -213,7 +239,7 @@ def test_fp8_exact_gives_the_bits_of_fp4_bytes(stored: StoredExperts, tokens: in
     weights = torch.rand(2, tokens, 3, generator=generator)
     shared = bank(a, SHARED, "bf16")
     found, expected = (
-        local_experts(x, ids, weights, bank(a, stored, kind, rows), shared, 2.0)
+        summed(x, ids, weights, bank(a, stored, kind, rows), shared, 2.0)
         for kind, rows in (("fp8_exact", 3), ("fp4_bytes", None))
     )
     assert torch.equal(found, expected)
@@ -229,5 +255,5 @@ def test_parts_of_a_sum_stay_fp32(tokens: int, kernels: str) -> None:
     x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(2)).bfloat16().float()
     for chosen in (3, 8):
         ids, weights = torch.full((1, tokens, 2), chosen), torch.ones(1, tokens, 2)
-        y = local_experts(x, ids, weights, experts, shared, 0.0)
+        y = summed(x, ids, weights, experts, shared, 0.0)
         assert y.dtype == torch.float32 and not torch.equal(y, y.bfloat16().float())

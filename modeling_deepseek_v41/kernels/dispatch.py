@@ -46,7 +46,9 @@ TORCH = Operations(
     compress_pool=compressor.compress_pool,
     engram_gate=engram.engram_gate,
     route=moe.route,
+    route_and_share=moe.route_and_share,
     swiglu=experts.swiglu,
+    shared_expert=experts.shared_expert,
     expert_rows=experts.expert_rows,
     expert_by_expert=experts.expert_by_expert,
     every_expert=experts.every_expert,
@@ -112,5 +114,6 @@ def _numba() -> Operations:
         expand=ops.expand,
         route=ops.route,
         swiglu=ops.swiglu,
+        shared_expert=ops.shared_expert,
         expert_rows=ops.expert_rows,
     )

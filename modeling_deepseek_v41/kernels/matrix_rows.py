@@ -94,35 +94,44 @@ def grouped(x, w, rounds, out):  # type: ignore[no-untyped-def]
 
 
 @threaded
-def experts(x, ids, routing, w13, w2, shared_w13, shared_w2, share, limit, rounds, whole, shared_whole, quantizes, out):  # type: ignore[no-untyped-def]
-    """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing) and the shared one's, as experts.local_experts says.
+def one_expert(x, w13, w2, share, limit, rounds, whole, quantizes, out):  # type: ignore[no-untyped-def]
+    """out [r, d] = share * W2 swiglu(W13 x) for every row of x [r, d] fp32; w13 [1, 2I, d], w2 [1, d, I].
 
-    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I], the shared ones' [1, ...], of another I where it
-    is split; whole and share as in expert_bank.ExpertBank.
+    whole and share as in expert_bank.ExpertBank.
     """
-    k, width, shared_width, dim = ids.shape[0], w13.shape[1], shared_w13.shape[1], out.shape[0]
+    rows, width, dim = x.shape[0], w13.shape[1], out.shape[1]
+    gate_up, h = np.empty((rows, width), F32), np.empty((rows, width // 2), F32)
+    for item in prange(-(-width // STRIP)):
+        first, stop = item * STRIP, min(item * STRIP + STRIP, width)
+        for row in range(rows):
+            strip(w13[0], first, stop, x[row], rounds, gate_up[row])
+    swiglu_alone(gate_up, np.ones(rows, F32), limit, rounds, quantizes, h)
+    for item in prange(-(-dim // STRIP)):
+        first, stop = item * STRIP, min(item * STRIP + STRIP, dim)
+        for row in range(rows):
+            strip(w2[0], first, stop, h[row], rounds and whole, out[row])
+            for j in range(first, stop):
+                out[row, j] *= share
+
+
+@threaded
+def experts(x, ids, routing, w13, w2, shared, limit, rounds, whole, quantizes, out):  # type: ignore[no-untyped-def]
+    """out [d] = sum over the experts ids [k] of W2 swiglu(W13 x, routing), plus ``shared`` [d], as experts.local_experts says.
+
+    x [d] fp32, routing [k], w13 [E, 2I, d], w2 [E, d, I]; whole as in expert_bank.ExpertBank.
+    """
+    k, width, dim = ids.shape[0], w13.shape[1], out.shape[0]
     gate_up, h, y = np.empty((k, width), F32), np.empty((k, width // 2), F32), np.empty((k + 1, dim), F32)
-    shared_gate_up, shared_h = np.empty((1, shared_width), F32), np.empty((1, shared_width // 2), F32)
     strips = -(-width // STRIP)
-    for item in prange(k * strips + -(-shared_width // STRIP)):
+    for item in prange(k * strips):
         i, first = item // strips, item % strips * STRIP
-        if i < k:
-            strip(w13[ids[i]], first, min(first + STRIP, width), x, rounds, gate_up[i])
-        else:
-            first = (item - k * strips) * STRIP
-            strip(shared_w13[0], first, min(first + STRIP, shared_width), x, rounds, shared_gate_up[0])
+        strip(w13[ids[i]], first, min(first + STRIP, width), x, rounds, gate_up[i])
     swiglu_alone(gate_up, routing, limit, rounds, quantizes, h)
-    swiglu_alone(shared_gate_up, np.ones(1, F32), limit, rounds, quantizes, shared_h)
     strips = -(-dim // STRIP)
-    for item in prange((k + 1) * strips):
+    for item in prange(k * strips):
         i, first = item // strips, item % strips * STRIP
-        stop = min(first + STRIP, dim)
-        if i < k:
-            strip(w2[ids[i]], first, stop, h[i], rounds and whole, y[i])
-        else:
-            strip(shared_w2[0], first, stop, shared_h[0], rounds and shared_whole, y[i])
-    for j in range(dim):
-        y[k, j] *= share
+        strip(w2[ids[i]], first, min(first + STRIP, dim), h[i], rounds and whole, y[i])
+    y[k] = shared
     out[:] = y[0]
     for i in range(1, k + 1):
         for j in range(dim):

@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import moe
 from ..experts import Bank, routing_table
-from .nki_launch import PARTITIONS, Launch
-from .nki_linear_ops import LinearKernels
+from .nki_launch import BANK, PARTITIONS, Launch
+from .nki_linear_ops import LinearKernels, columns_of
 from .nki_row_ops import RowKernels
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
+CORES, MOST_ROWS, SLOTS, GROUP = 2, 32, 4, 32
+"""Of the fused router and shared expert: cores, rows per call, slots that experts and columns are spread over
+(kernels/nki/slots.py), and columns of a group of the QDQ."""
 ROUTING = 8192
 """Rows times experts per kernel call: 32 KiB of routing weights in every partition."""
 
@@ -23,17 +27,17 @@ class ExpertKernels:
 
     def __init__(self, launch: Launch, linears: LinearKernels, rows: RowKernels):
         from .nki.experts import active_experts
+        from .nki.route_and_share import route_and_share
 
-        self._launch, self._active_experts = launch, active_experts
+        self._launch, self._active_experts, self._route_and_share = launch, active_experts, route_and_share
         self._linears, self._rows = linears, rows
 
     def experts(
-        self, x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: "Arithmetic"
+        self, x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Tensor, limit: float, arithmetic: "Arithmetic"
     ) -> Tensor:
         """experts.every_expert. A bank kept as fp8_exact takes the fused kernel, which reads the chosen experts alone; of one
         kept in bf16, and where a row does not fit fp8, every expert is three kernel calls: two linears, SwiGLU between."""
-        rows, table = x.to(arithmetic.dtype), routing_table(ids, routing, bank.experts)
-        out = self._one(rows, shared.w13.rows[0], shared.w2.rows[0], None, shared, limit, arithmetic) * shared.share
+        rows, table, out = x.to(arithmetic.dtype), routing_table(ids, routing, bank.experts), shared
         if bank.w13.places is None:
             return self._each(out, rows, table, bank.w13.rows, bank.w2.rows, bank, limit, arithmetic)
         unfit = bank.w13.places.long()
@@ -41,6 +45,28 @@ class ExpertKernels:
         if bank.w13.exceptions is None or bank.w2.exceptions is None:
             return out
         return self._each(out, rows, table[:, unfit], bank.w13.exceptions, bank.w2.exceptions, bank, limit, arithmetic)
+
+    def route_and_share(
+        self, x: Tensor, weight: Tensor, bias: Tensor, k: int, normalises: bool, factor: float, shared: Bank, limit: float,
+        arithmetic: "Arithmetic",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """moe.route_and_share: in decode in release numerics, beside a part of the shared expert, a kernel call per 32 rows;
+        else router, QDQ and shared expert one by one."""
+        if not _fits(x, weight, bias, shared, arithmetic):
+            return moe.route_and_share(x, weight, bias, k, normalises, factor, shared, limit, arithmetic)
+        w13, w2 = shared.w13.rows[0], shared.w2.rows[0]
+        weights, columns = (weight, bias.unsqueeze(0), w13, w2), columns_of(w13, x.shape[2]) // 2
+        options = {"columns": columns, "k": k, "normalises": normalises, "factor": factor, "limit": limit, "cores": CORES}
+        rows = x.flatten(0, 1).bfloat16().split(MOST_ROWS)
+        found = [self._launch(self._route_and_share, some, *weights, **options) for some in rows]
+        ids, routing, quantised, y = (torch.cat(part).unflatten(0, x.shape[:2]) for part in zip(*found, strict=True))
+        return ids.long(), routing, quantised.float(), y * shared.share
+
+    def shared_expert(self, x: Tensor, shared: Bank, limit: float, arithmetic: "Arithmetic") -> Tensor:
+        """experts.shared_expert: three kernel calls."""
+        rows = x.flatten(0, 1).to(arithmetic.dtype)
+        y = self._one(rows, shared.w13.rows[0], shared.w2.rows[0], None, shared, limit, arithmetic) * shared.share
+        return y.view(x.shape)
 
     def _each(
         self, out: Tensor, rows: Tensor, table: Tensor, w13: Tensor, w2: Tensor, bank: Bank, limit: float,
@@ -73,3 +99,15 @@ class ExpertKernels:
             for some, own in zip(rows.split(stretch), table.split(stretch), strict=True)
         ]
         return torch.cat(out)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor, shared: Bank, arithmetic: "Arithmetic") -> bool:
+    """Whether rows x [B, T, d] are decode in release numerics, and the laid-out weights are what the fused kernel takes."""
+    decode = arithmetic.rounds and arithmetic.quantize_activations and x.shape[1] <= arithmetic.exact_tokens
+    w13, w2 = shared.w13.rows[0], shared.w2.rows[0]
+    halves, experts = all(one.shape[0] == CORES for one in (weight, w13, w2)), bias.shape[0]
+    if not decode or shared.whole or not halves or x.shape[2] % (CORES * PARTITIONS):
+        return False
+    columns = columns_of(w13, x.shape[2]) // 2
+    whole = experts % (CORES * SLOTS) == 0 and columns % GROUP == 0
+    return whole and experts <= CORES * BANK and columns <= SLOTS * PARTITIONS

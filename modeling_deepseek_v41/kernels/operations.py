@@ -39,7 +39,9 @@ class Operations:
     compress_pool: Callable
     engram_gate: Callable
     route: Callable
+    route_and_share: Callable
     swiglu: Callable
+    shared_expert: Callable
     expert_rows: Callable
     expert_by_expert: Callable
     every_expert: Callable

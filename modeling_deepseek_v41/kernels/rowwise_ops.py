@@ -115,21 +115,29 @@ def swiglu(gate_up: Tensor, routing: Tensor | None, limit: float, arithmetic: Ar
     return out
 
 
+def shared_expert(x: Tensor, shared: Bank, limit: float, arithmetic: Arithmetic) -> Tensor:
+    if x.shape[1] > arithmetic.exact_tokens:
+        return experts.shared_expert(x, shared, limit, arithmetic)
+    w13, w2, out = _weight(shared.w13.rows), _weight(shared.w2.rows), torch.empty(x.shape)
+    options = F32(shared.share), F32(limit), arithmetic.rounds, shared.whole, arithmetic.quantize_activations
+    matrix_rows.one_expert(w13.size, _rows(x, 1), w13, w2, *options, _rows(out, 1))
+    return out
+
+
 def expert_rows(
-    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Bank, limit: float, arithmetic: Arithmetic
+    x: Tensor, ids: Tensor, routing: Tensor, bank: Bank, shared: Tensor, limit: float, arithmetic: Arithmetic
 ) -> Tensor:
     if bank.w13.scale is not None:
         return experts.expert_rows(x, ids, routing, bank, shared, limit, arithmetic)
     out = torch.empty(x.shape)
-    arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, out))
-    weights = [_weight(weight.rows) for weight in (bank.w13, bank.w2, shared.w13, shared.w2)]
-    whole = bank.whole, shared.whole
-    options = F32(shared.share), F32(limit), arithmetic.rounds, *whole, arithmetic.quantize_activations
-    for row, chosen, shares, total in zip(*arrays, strict=True):
+    arrays = (tensor.contiguous().numpy() for tensor in (x, ids, routing, shared, out))
+    weights = [_weight(weight.rows) for weight in (bank.w13, bank.w2)]
+    options = F32(limit), arithmetic.rounds, bank.whole, arithmetic.quantize_activations
+    for row, chosen, shares, added, total in zip(*arrays, strict=True):
         here = chosen < bank.experts
         if not here.all():
             chosen, shares = chosen[here], shares[here]
-        matrix_rows.experts(bank.w13.rows[0].numel(), row, chosen, shares, *weights, *options, total)
+        matrix_rows.experts(bank.w13.rows[0].numel(), row, chosen, shares, *weights, added, *options, total)
     return out
 
 

@@ -148,12 +148,9 @@ LOCAL_EXPERTS = torch.ops.deepseek_v41.local_experts
 
 
 @register_flop_formula(LOCAL_EXPERTS, get_raw=True)
-def expert_flops(
-    x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor], *rest: Any, **named: Any
-) -> int:
-    """Of ``local_experts`` in a static graph: every local expert, and the shared one, over every row."""
-    d = x.shape[-1]
-    return sum(product.flops for product in (*_bank(_rows(x), bank, d), *_bank(_rows(x), shared, d)))
+def expert_flops(x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], *rest: Any, **named: Any) -> int:
+    """Of ``local_experts`` in a static graph: every local expert over every row."""
+    return sum(product.flops for product in _bank(_rows(x), bank, x.shape[-1]))
 
 
 class Trace(TorchDispatchMode):
@@ -195,10 +192,8 @@ class Trace(TorchDispatchMode):
             self._traffic(packet, args, out)
         return out
 
-    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], whole: bool, shared: list[Tensor],
-                 *rest: Any) -> None:  # fmt: skip
+    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, bank: list[Tensor], *rest: Any) -> None:
         rows, d = _rows(x), x.shape[-1]
-        self.costs.products += _bank(rows, shared, d)
         known = [self._resident[tensor.untyped_storage()._cdata] for tensor in bank]
         nbytes = sum(resident.nbytes for resident in known)
         local, products = bank[0].shape[0], _bank(rows, bank, d)

@@ -106,7 +106,7 @@ class GoldenInputs:
         self._input(block.ffn, name, "ffn_in")
         self._output(block.ffn, name, "ffn_out")
         self._output(block, name, "x_out", "pre_out")
-        self._after(block.ffn.gate, lambda module, args, out: self._gate(name, *out))
+        self._after(block.ffn.gate, lambda module, args, out: self._gate(name, *out[:2]))
         if block.engram is not None:
             self._output(block.engram, name, "engram_out")
         compressor, indexer = block.attn.compressor, block.attn.indexer

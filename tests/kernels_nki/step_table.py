@@ -92,6 +92,7 @@ def _shape(key: tuple) -> str:
         "query_projection": lambda: f"{rows} → {tensors[3][0][1]} → {_listed(constants['columns'])}, KV {tensors[5][0][1]}",
         "linears": lambda: f"{rows} → {_listed(constants['columns'])}",
         "output_projection": lambda: f"{rows} → {constants['low']} → {constants['columns']}",
+        "route_and_share": lambda: f"{rows}, {tensors[2][0][1]} experts, {constants['columns']} columns",
         "active_experts": lambda: f"{rows}, {tensors[1][0][0]} experts here",
         "sparse_attention": lambda: f"{rows}, {tensors[4][0][1]} + {tensors[8][0][1] if len(tensors) > 8 else 0} keys",
         "index_scores": lambda: f"{rows}, {constants['count']} groups",

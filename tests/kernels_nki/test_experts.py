@@ -139,7 +139,7 @@ def test_the_reference_is_the_models_function():
     case = Case(3, 128, 96, 6, (0, 1, 2))
     dense = [torch.stack([decode_rows(part.codes, part.scale) for part in parts]) for parts in zip(*case.weights, strict=True)]
     weights = [torch.cat(dense[:2], 1), dense[2]]
-    bank, nothing = as_bank(weights, True), as_bank([torch.zeros_like(weight[:1]) for weight in weights], True)
+    bank, nothing = as_bank(weights, True), torch.zeros(case.x.shape)
     ids = torch.arange(3).expand(6, 3)
     arithmetic = Arithmetic(torch.bfloat16, True, True, ops=TORCH, exact_tokens=0)
     whole = expert_by_expert(case.x, ids, case.routing.T.contiguous(), bank, nothing, LIMIT, arithmetic)

@@ -104,7 +104,7 @@ def test_tiny_model_in_release_numerics():
             if isinstance(bank, ExpertBank):
                 every.lay_out(bank)
 
-    fields = "expert_rows", "expert_by_expert", "quantise"
+    fields = "expert_rows", "expert_by_expert", "shared_expert", "quantise"
     chosen = {field: getattr(every, field) for field in fields}
     some = dataclasses.replace(TORCH, name="emulated experts", lay_out=lay_out, **chosen)
     register(some)

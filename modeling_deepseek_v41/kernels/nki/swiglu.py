@@ -64,16 +64,21 @@ def activate(target: nl.NkiTensor, source: nl.NkiTensor, routing_sb: nl.NkiTenso
     """target [J, M, n] @ HBM of source [J, M, 2, n] @ HBM; routing_sb [J M, 1]."""
     gate_up_sb = nl.ndarray(flat(source), source.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=gate_up_sb, src=source)
+    h_sb = nl.ndarray(flat(target), target.dtype, buffer=nl.sbuf)
+    gated(h_sb, gate_up_sb, routing_sb, limit, quantize)
+    nisa.dma_copy(dst=target, src=h_sb)
+
+
+def gated(h_sb: nl.NkiTensor, gate_up_sb: nl.NkiTensor, routing_sb: nl.NkiTensor | None, limit: float, quantize: bool) -> None:
+    """h_sb [P, n] of gate_up_sb [P, 2, n], which is clamped in place, and routing_sb [P, 1] fp32, none for 1."""
     gate, up = gate_up_sb[:, 0], gate_up_sb[:, 1]
     if limit > 0:
         nisa.tensor_scalar(dst=gate, data=gate, op0=nl.minimum, operand0=limit)
         nisa.tensor_scalar(dst=up, data=up, op0=nl.minimum, operand0=limit, op1=nl.maximum, operand1=-limit)
-    silu_sb = nl.ndarray(flat(target), nl.float32, buffer=nl.sbuf)
+    silu_sb = nl.ndarray(h_sb.shape, nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=silu_sb, op=nl.silu, data=gate)
-    h_sb = nl.ndarray(flat(target), target.dtype, buffer=nl.sbuf)
     weight = 1.0 if routing_sb is None else routing_sb
     nisa.scalar_tensor_tensor(dst=h_sb, data=silu_sb, op0=nl.multiply, operand0=weight, op1=nl.multiply, operand1=up)
     if quantize:
         groups = h_sb.reshape_dim(1, (h_sb.shape[1] // GROUP, GROUP))
         qdq(groups, groups)
-    nisa.dma_copy(dst=target, src=h_sb)
