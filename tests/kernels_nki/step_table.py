@@ -11,6 +11,8 @@ BEGIN, END = "<!-- begin: python tests/kernels_nki/write_step_table.py -->\n", "
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
 HBM_RATE = 725_000.0
 """Bytes per us of a logical core."""
+LINEARS = ("linear", "linears", "query_projection", "output_projection", "route_and_share")
+"""Kernels that mostly read weights, the experts' apart."""
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 

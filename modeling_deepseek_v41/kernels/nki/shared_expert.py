@@ -13,7 +13,7 @@ from .slots import slot_products
 from .split import BANK, PARTITIONS, tiles
 from .swiglu import gated
 
-TOGETHER = 8
+TOGETHER = 12
 """Tiles of 128 columns of y that are turned back to rows together, while the next ones' products run."""
 
 
