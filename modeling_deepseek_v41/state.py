@@ -64,9 +64,9 @@ class Call(NamedTuple):
     """What every layer of one forward call knows about its rows. B sequences of T tokens, the first ``length`` of them real."""
 
     start: Tensor
-    """[B] int64, position of the first token."""
+    """[B] int64, position of the first token; 0 in an inactive row."""
     length: Tensor
-    """[B] int64, real tokens of this call; the rest is padding."""
+    """[B] int64, real tokens of this call; the rest is padding. 0 in an inactive row."""
     slot: Tensor
     """[B] int64, state slot; -1 marks an inactive row."""
     positions: Tensor
@@ -80,8 +80,13 @@ class Call(NamedTuple):
 
 
 def make_call(start: Tensor, length: Tensor, slot: Tensor, tokens: int, read_len: int, rank: Tensor | None = None) -> Call:
-    """Derives the rows of a call; ``start``, ``length`` and ``slot`` are [B] integers. Without ``rank``: of the first one."""
-    start, length, slot = start.long(), length.long(), slot.long()
+    """Derives the rows of a call; ``start``, ``length`` and ``slot`` are [B] integers. Without ``rank``: of the first one.
+
+    An inactive row stands at position 0 without a real token, so that it reads no state: kernels that sum over the rows of a
+    tile with factors of 0 would carry a NaN of its into the rows beside it.
+    """
+    slot = slot.long()
+    start, length = start.long().masked_fill(slot < 0, 0), length.long().masked_fill(slot < 0, 0)
     positions = start[:, None] + torch.arange(tokens, device=start.device)
     reach = torch.minimum(positions + 1, (start + length)[:, None])
     return Call(start, length, slot, positions, reach, read_len, start.new_zeros(1) if rank is None else rank)

@@ -66,6 +66,15 @@ def test_an_inactive_row_writes_nothing(model: DeepseekV41Model, width: int) -> 
 
 @NUMERICS
 @pytest.mark.parametrize("width", [1, 6, 40])
+def test_an_inactive_row_reads_nothing(model: DeepseekV41Model, width: int) -> None:
+    ids = tokens(model, 2 * width).view(2, width)
+    expected, found = (session.call(ids, [0, 21], slot=[1, -1]) for session in (Session(model, 2), poisoned(model, 2)))
+    assert found.isfinite().all()
+    assert torch.equal(found, expected)
+
+
+@NUMERICS
+@pytest.mark.parametrize("width", [1, 6, 40])
 def test_a_row_writes_to_its_own_slot_only(model: DeepseekV41Model, width: int) -> None:
     session = poisoned(model, 3)
     before = copies(session)
