@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
 CORES, MOST_ROWS, MOST_OF_X = 2, 32, 3
-"""Of the fused kernels: cores, rows per call (kernels/nki/low_rank.py), and weights of x as it is."""
+"""Of the fused kernels: cores, rows per call (kernels/nki/slots.py), and weights of x as it is."""
 SIDE_BY_SIDE = (2, 3)
 """Weights that ``linears`` takes."""
 

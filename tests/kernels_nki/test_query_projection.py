@@ -145,7 +145,7 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("beside", "index", "critical", "ratio"),
     [
-        ((), 0, 47.7, 1.20),
+        ((), 0, 47.6, 1.20),
         (((512, False), (512, False), (32, True)), 4096, 78.6, 1.14),
         (((512, True), (32, True)), 4096, 71.2, 1.16),
         (((32, True),), 4096, 63.8, 1.17),

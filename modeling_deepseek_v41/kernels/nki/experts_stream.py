@@ -6,12 +6,10 @@ from typing import Any
 import nki.isa as nisa
 import nki.language as nl
 
+from .exchange import exchange
 from .experts_hidden import find_floors, round_hidden, swiglu
 from .experts_plan import PARTITIONS
 from .experts_tiles import Experts
-
-SMALL_EXCHANGE = 256
-"""fp32 values per partition that GpSimd's own DMA takes: quicker, and not behind the weights."""
 
 
 def up(e: Experts, expert: Any, side: int) -> None:
@@ -107,7 +105,7 @@ def down(e: Experts, expert: Any, side: int, unfinished: int | None) -> None:
             if j == 0:
                 finish_floors(e, unfinished)
         elif j + 1 == own:
-            exchange(e)
+            add_other_half(e)
         elif j > own:
             store(e, starts[j - 1], starts[j])
     if unfinished is not None:
@@ -152,13 +150,10 @@ def multiply_down(e: Experts, side: int, j: int, first: int, end: int) -> None:
             )
 
 
-def exchange(e: Experts) -> None:
+def add_other_half(e: Experts) -> None:
     """Send the first half of the total, the other core's columns, and add what it sends to the second half."""
-    half, other = e.total.shape[1] // 2, 1 - nl.program_id()
-    engine = nisa.dma_engine.gpsimd_dma if half * e.rows <= SMALL_EXCHANGE else nisa.dma_engine.dma
-    nisa.sendrecv(
-        src=e.total[:, 0:half], dst=e.received, send_to_rank=other, recv_from_rank=other, pipe_id=0, dma_engine=engine
-    )
+    half = e.total.shape[1] // 2
+    exchange(e.total[:, 0:half], e.received, 0)
     nisa.tensor_tensor(dst=e.total[:, half:], data1=e.total[:, half:], data2=e.received, op=nl.add)
 
 

@@ -6,7 +6,7 @@ import nki.language as nl
 
 from .fold import folded, folds
 from .linear_stream import check, load_chunk, project, rows_per_pass, store, turn_chunk, turned_rows
-from .low_rank import MOST_ROWS
+from .slots import MOST_ROWS
 from .split import PARTITIONS, tiles
 
 

@@ -6,8 +6,10 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
+from .exchange import exchange
 from .linear_stream import check, project, store, turned_rows
-from .low_rank import SLOTS, check_low, exchange, slot_sums, slot_tiles, turn_slots
+from .low_rank import check_low, share_sums, slot_tiles
+from .slots import MOST_ROWS, SLOTS, turn_slots
 from .split import BANK, PARTITIONS, tiles
 
 
@@ -32,7 +34,7 @@ def output_projection(
         [M, N] bf16 or, without ``rounds``, fp32 @ shared HBM.
 
     Notes:
-        Reference: rows.linear twice with formats.qdq_fp8 between. A core has half of wo_a's columns, in slots (low_rank.py).
+        Reference: rows.linear twice with formats.qdq_fp8 between. A core has half of wo_a's columns, in slots (slots.py).
 
     Pseudocode:
         l = qdq(round(o wo_a[own columns]));  l_t = [transpose(l), the other core's];  out[:, own columns] = round(l_t^T wo_b)
@@ -48,15 +50,15 @@ def output_projection(
     check(o, wo_a, low, False)
     out = nl.ndarray((rows, columns), nl.bfloat16 if rounds else nl.float32, buffer=nl.shared_hbm)
     cores, core = nl.num_programs(), nl.program_id()
-    share, k_tiles = low // cores, contraction // PARTITIONS
+    share = low // cores
     each = share // PARTITIONS
+    slots = min(SLOTS, each)
     l_t_sb = nl.ndarray((PARTITIONS, low // PARTITIONS, rows), nl.bfloat16, buffer=nl.sbuf)
     own = l_t_sb[:, core * each : (core + 1) * each]
-    stationary_sb = slot_tiles(turned_rows(o, nl.bfloat16, False), min(SLOTS, each))
+    sums = share_sums(slot_tiles(turned_rows(o, nl.bfloat16, False), slots), slots, wo_a, share)
     for first, width in tiles(share, BANK):
-        sums_psum = slot_sums(stationary_sb, wo_a[core, :, k_tiles * first : k_tiles * (first + width)], width)
-        l_sb = nl.ndarray(sums_psum.shape, nl.bfloat16, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=l_sb, src=sums_psum, engine=nisa.engine.scalar)
+        l_sb = nl.ndarray((slots * MOST_ROWS, PARTITIONS), nl.bfloat16, buffer=nl.sbuf)
+        nisa.tensor_copy(dst=l_sb, src=sums[first // BANK], engine=nisa.engine.scalar)
         if quantize:
             groups = l_sb.reshape_dim(1, (PARTITIONS // GROUP, GROUP))
             qdq(groups, groups)

@@ -5,10 +5,12 @@ import nki
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
+from .exchange import exchange
 from .fold import same_row
 from .linear_stream import check, check_weight, project, store, turned_rows
-from .low_rank import MOST_ROWS, SLOTS, check_low, exchange, share_sums, slot_tiles, turn_slots
+from .low_rank import check_low, share_sums, slot_tiles
 from .slot_norm import slot_norm
+from .slots import MOST_ROWS, SLOTS, turn_slots
 from .split import PARTITIONS, tiles
 from .window_kv import check_window_kv, window_kv
 
@@ -44,7 +46,7 @@ def query_projection(
 
     Notes:
         Reference: rows.linear, linear.rms_norm, formats.qdq_fp8, rope.rotate. A core has half of wq_a's columns and of wkv's,
-        in slots (low_rank.py). The cores exchange sums of squares of both (slot_norm.py), and their halves of qr.
+        in slots (slots.py). The cores exchange sums of squares of both (slot_norm.py), and their halves of qr.
 
     Pseudocode:
         for each of_x: out = round(x of_x);  x = qdq(x);  l = round(x wq_a[own columns])
@@ -55,9 +57,9 @@ def query_projection(
     Cost:
         Per core: K (L + D) / (C 128^2) matmuls of 128 columns, K / 128 or L / 128 times ceil(N / 512 C) of up to 512 for each
         weight that follows. Bound: the weights' bytes at 362.5 GB/s. Predicted for 6 rows, two cores, 5120 x (1280 and 512) and
-        1280 x 4096: 47.7 us, 1.20 times the bound of 39.8. With 1280 x 4096 of the indexer and of x the indexer's 32 columns,
+        1280 x 4096: 47.6 us, 1.20 times the bound of 39.8. With 1280 x 4096 of the indexer and of x the indexer's 32 columns,
         63.8 us, 1.17 times; with a compressor's 512 as well, 71.2, 1.15 times; with twice 512, 78.6, 1.14 times.
-        VectorE: 8.3 us, most of it the QDQs', 1.9 of it for the window KV; GpSimd: 3.8 us, zeros.
+        VectorE: 8.1 us, most of it the QDQs', 1.9 of it for the window KV; GpSimd: 2.2 us, zeros.
     """
     rows, contraction = x.shape
     low, dim, cores = q_norm.shape[1], kv_norm.shape[1], nl.num_programs()
@@ -85,14 +87,14 @@ def query_projection(
 
     plain_t_sb = turned_rows(x, nl.bfloat16, False) if len(weights) > behind else None
     slots = min(SLOTS, max(low, dim) // (PARTITIONS * cores))
-    between_sb = slot_tiles(turned_rows(x, nl.bfloat16, quantize), slots)
+    wide_sb = slot_tiles(turned_rows(x, nl.bfloat16, quantize), slots)
     same_sb = same_row(MOST_ROWS, slots)
     stores: list = []
     for i in range(behind, len(weights)):
         stores += project(outs[i], plain_t_sb, weights[i], contraction, last=False)
-    low_rows = slot_norm(share_sums(between_sb, wq_a, low // cores), q_norm, same_sb, eps, 0)
+    low_rows = slot_norm(share_sums(wide_sb, slots, wq_a, low // cores), q_norm, same_sb, eps, 0)
     qr_t_sb = latent(low_rows, rows, low, quantize)
-    kv_rows = slot_norm(share_sums(between_sb, wkv, dim // cores), kv_norm, same_sb, eps, 2)
+    kv_rows = slot_norm(share_sums(wide_sb, slots, wkv, dim // cores), kv_norm, same_sb, eps, 2)
     stores += window_kv(kv, kv_rows, table)
     for i in range(behind):
         stores += project(outs[i], qr_t_sb, weights[i], low, last=i + 1 == behind)

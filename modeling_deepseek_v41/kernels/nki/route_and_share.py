@@ -6,12 +6,12 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
+from .exchange import exchange
 from .fold import folded, folds, load
 from .linear_stream import store, turn
-from .low_rank import MOST_ROWS, SLOTS, exchange
 from .route import EIGHT, choose, score
-from .shared_expert import down, hidden, turn_slots
-from .slots import between_zeros, fill, gather_slots, identity, slot_products, slots_of
+from .shared_expert import down, hidden
+from .slots import MOST_ROWS, SLOTS, between_zeros, fill, gather_slots, identity, slot_products, slots_of, turn_slots
 from .split import BANK, PARTITIONS, tiles
 
 
@@ -70,7 +70,8 @@ def route_and_share(
     h_sb = hidden(xq_wide_sb, w13[:, :, core * part : (core + 1) * part], columns, limit, 1)
     biased_psum = add_bias(bias[:, here], rows)
     slots_sb = own_scores(x_wide_sb, gate[core], mine)
-    h_t_sb = turn_slots(h_sb, rows)
+    h_t_sb = nl.ndarray((h_sb.shape[1], slots, rows), nl.bfloat16, buffer=nl.sbuf)
+    turn_slots(h_t_sb, h_sb)
     scores_sb, biased_sb = all_scores(slots_sb, biased_psum, experts, 3)
     store(down(y[:, own], h_t_sb, w2[core], columns))
     if core == 0:

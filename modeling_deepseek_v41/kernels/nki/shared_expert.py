@@ -5,11 +5,11 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP
+from .exchange import exchange
 from .experts_plan import shrinking
 from .linear_stream import pieces
-from .low_rank import MOST_ROWS, exchange
 from .rounding import grid_floor, magnitude, round_to_grid
-from .slots import slot_products
+from .slots import MOST_ROWS, slot_products
 from .split import BANK, PARTITIONS, tiles
 from .swiglu import gated
 
@@ -60,17 +60,6 @@ def round_groups(h_sb: nl.NkiTensor) -> None:
     exponent_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     total_sb = nl.ndarray(shape, nl.float32, buffer=nl.sbuf)
     round_to_grid(h_sb, h_sb, floor_sb.expand_dim(2).broadcast(2, GROUP), power_sb, exponent_sb, total_sb)
-
-
-def turn_slots(h_sb: nl.NkiTensor, rows: int) -> nl.NkiTensor:
-    """h_sb [slots 32, W] as columns [W, slots, M]: column W s + p on partition p."""
-    across, width = h_sb.shape
-    turned_psum = nl.ndarray((width, across), nl.bfloat16, buffer=nl.psum)
-    nisa.nc_transpose(dst=turned_psum, data=h_sb)
-    turned = turned_psum.reshape_dim(1, (across // MOST_ROWS, MOST_ROWS))
-    h_t_sb = nl.ndarray((width, turned.shape[1], rows), nl.bfloat16, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=h_t_sb, src=turned[:, :, 0:rows], engine=nisa.engine.scalar)
-    return h_t_sb
 
 
 def down(y: nl.NkiTensor, h_t_sb: nl.NkiTensor, stream: nl.NkiTensor, contraction: int) -> list:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the device: the RMSNorm of what a narrow linear gives in slots (low_rank.py), columns of a row on two cores.
+"""On the device: the RMSNorm of what a narrow linear gives in slots (slots.py), columns of a row on two cores.
 
 The row sums of the squares come from a matmul with 0 and 1, as in rms_norm.py; the cores exchange theirs.
 """
@@ -7,9 +7,10 @@ The row sums of the squares come from a matmul with 0 and 1, as in rms_norm.py; 
 import nki.isa as nisa
 import nki.language as nl
 
+from .exchange import exchange
 from .fold import row_sums
-from .low_rank import MOST_ROWS, exchange
 from .rms_norm import rms_scale
+from .slots import MOST_ROWS
 from .split import BANK, PARTITIONS, tiles
 
 

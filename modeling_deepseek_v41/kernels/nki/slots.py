@@ -3,15 +3,16 @@
 
 Rows lie as columns between zeros. A window of 32 per slot that begins at the right place is a stationary tile with the rows in
 one slot and zeros in the others: products of all slots add up in one PSUM tile, and what follows works on few columns of many
-partitions. ``low_rank`` has the same slots with zeros of their own for each; here they stand between two tiles of K once.
+partitions.
 """
 
 import nki.isa as nisa
 import nki.language as nl
 
-from .low_rank import MOST_ROWS, SLOTS
-from .split import PARTITIONS, tiles
+from .split import BANK, PARTITIONS, tiles
 
+SLOTS = BANK // PARTITIONS
+MOST_ROWS = PARTITIONS // SLOTS
 LEAST_COLUMNS = 64
 """Of a slot: fewer take the tensor engine as long."""
 
@@ -23,9 +24,9 @@ def slots_of(columns: int) -> tuple[int, int]:
 
 
 def between_zeros(k_tiles: int, slots: int) -> nl.NkiTensor:
-    """Zeros [128, (k_tiles slots + slots - 1) 32] bf16, for ``fill``. GpSimd writes them."""
+    """Zeros [128, (k_tiles slots + slots - 1) 32] bf16, for ``fill``. GpSimd writes them, two at a time."""
     wide_sb = nl.ndarray((PARTITIONS, (k_tiles * slots + slots - 1) * MOST_ROWS), nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=wide_sb, value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=wide_sb.view(nl.float32), value=0.0, engine=nisa.engine.gpsimd)
     return wide_sb
 
 
@@ -40,7 +41,7 @@ def slot_products(sums_psum: nl.NkiTensor, wide_sb: nl.NkiTensor, stream: nl.Nki
     """sums_psum [slots 32, width] fp32: in slot s the rows' products with columns s width and on of stream @ HBM.
 
     wide_sb is filled for as many slots; stream [128, KT columns] bf16 has the columns of one tile of K after the other's and
-    ``pieces`` of them per DMA. The last slot may have fewer columns than ``width``, and zeros behind them.
+    ``pieces`` of them per DMA. The last slots may have fewer columns than ``width``, or none, and zeros behind them.
     """
     across, width = sums_psum.shape
     slots = across // MOST_ROWS
@@ -51,14 +52,24 @@ def slot_products(sums_psum: nl.NkiTensor, wide_sb: nl.NkiTensor, stream: nl.Nki
         weight_sb = nl.ndarray((PARTITIONS, n, columns), nl.bfloat16, buffer=nl.sbuf)
         nisa.dma_copy(dst=weight_sb, src=stream[:, k * columns : (k + n) * columns].reshape_dim(1, (n, columns)))
         for i in range(n):
-            for s in range(slots):
-                used = min(width, columns - s * width)
+            for first, used in tiles(columns, width):
+                s = first // width
                 window = ((k + i) * slots + slots - 1 - s) * MOST_ROWS
                 nisa.nc_matmul(
                     dst=sums_psum[:, 0:used], stationary=wide_sb[:, window : window + across],
-                    moving=weight_sb[:, i, s * width : s * width + used], accumulate=k + i + s > 0,
+                    moving=weight_sb[:, i, first : first + used], accumulate=k + i + s > 0,
                 )  # fmt: skip
         k += n
+
+
+def turn_slots(own: nl.NkiTensor, l_sb: nl.NkiTensor) -> None:
+    """own [W, slots, M] bf16 @ SBUF: l_sb [slots 32, W], or its first slots, as columns; column W s + p on partition p."""
+    across, width = l_sb.shape
+    _, slots, rows = own.shape
+    turned_psum = nl.ndarray((width, across), nl.bfloat16, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned_psum, data=l_sb)
+    turned = turned_psum.reshape_dim(1, (across // MOST_ROWS, MOST_ROWS))
+    nisa.tensor_copy(dst=own, src=turned[:, 0:slots, 0:rows], engine=nisa.engine.scalar)
 
 
 def identity() -> nl.NkiTensor:

@@ -5,8 +5,8 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from .exchange import exchange
 from .fold import folded, load, load_per_part, load_per_row
-from .low_rank import exchange
 from .rms_norm import LEAST_SQUARE
 from .sinkhorn import indicator, sinkhorn, softmax
 from .split import PARTITIONS, tiles

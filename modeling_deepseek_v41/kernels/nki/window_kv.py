@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the device: window KV from its norm to the cache: the rotation, the QDQ and the store, in slots (low_rank.py).
+"""On the device: window KV from its norm to the cache: the rotation, the QDQ and the store, in slots (slots.py).
 
 A row's rotary columns are in the last slot of the last core.
 """
@@ -8,8 +8,8 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .activation_qdq import GROUP, qdq
-from .low_rank import MOST_ROWS
 from .rotate import turn_pairs
+from .slots import MOST_ROWS
 from .split import BANK, PARTITIONS, tiles
 
 
