@@ -46,7 +46,7 @@ def load_model(
 
     ``numerics``: the arithmetic, release, fp32 or fp32_no_qdq. ``max_seq_len``: positions that state and rotary tables
     are made for, at most the configuration's max_position_embeddings and by default at most 8,192. ``kernels``: auto,
-    torch or numba (kernels/dispatch.py), whose loops are compiled here. ``expert_weight_format``: bf16, fp4_bytes or
+    torch, numba, whose loops are compiled here, or nki (kernels/dispatch.py). ``expert_weight_format``: bf16, fp4_bytes or
     fp8_exact, the latter with room for ``expert_exception_rows`` (expert_bank.py); with ``progress`` it is said how many
     were needed.
     Raises ConfigError, CheckpointError or RequestError naming file, key or tensor. The vision tower's tensors, and the

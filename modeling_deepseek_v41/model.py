@@ -69,7 +69,7 @@ class DeepseekV41Model(nn.Module):
     """The text backbone. Parameters are uninitialised until ``loading.load_model`` fills them.
 
     ``expert_weight_format`` and ``expert_exception_rows``: how routed experts are kept (expert_bank.py). ``kernels``: auto,
-    torch or numba (kernels/dispatch.py). Calls of at most ``exact_tokens`` tokens per sequence, by default
+    torch, numba or nki (kernels/dispatch.py). Calls of at most ``exact_tokens`` tokens per sequence, by default
     dspark_block_size + 1, which decode and verification have, keep rows apart to the bit (rows.py). ``parallel``: the ranks
     that compute it together, each with its own parts (layout.py); all of them make the same calls. ``weight_dtype``: what
     linears and routers are kept in; bf16 is half the memory and exact, and what a device's products take; a CPU's take fp32.

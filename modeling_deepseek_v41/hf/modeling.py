@@ -67,7 +67,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, RowGenerationMixin):
         ``numerics``: release (bf16, fp8 and fp4 rounding as shipped), fp32 or fp32_no_qdq. ``max_seq_len``: positions per
         sequence, by default the smaller of 8,192 and max_position_embeddings. ``expert_weight_format``: bf16, or at less
         speed fp4_bytes, a quarter of the experts' memory, or fp8_exact, half of it, with room for ``expert_exception_rows``
-        that do not fit (expert_bank.py). ``kernels``: auto, torch or numba (kernels/dispatch.py). ``drafter``: also
+        that do not fit (expert_bank.py). ``kernels``: auto, torch, numba or nki (kernels/dispatch.py). ``drafter``: also
         the DSpark drafter, for ``generate(..., speculative=True)``. ``config`` may change token ids, nothing else.
         Generation defaults come from ``generation_config``, else the folder's generation_config.json, else the
         configuration's token ids.

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from .. import moe
 from ..experts import Bank, routing_table
-from .nki_launch import BANK, PARTITIONS, Launch
-from .nki_linear_ops import LinearKernels, columns_of
+from .nki_launch import BANK, CORES, MOST_ROWS, PARTITIONS, Launch
+from .nki_linear_ops import LinearKernels, columns_of, decodes
 from .nki_row_ops import RowKernels
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
-CORES, MOST_ROWS, SLOTS, GROUP = 2, 32, 4, 32
-"""Of the fused router and shared expert: cores, rows per call, slots that experts and columns are spread over
-(kernels/nki/slots.py), and columns of a group of the QDQ."""
+SLOTS, GROUP = 4, 32
+"""Of the fused router and shared expert: slots that experts and columns are spread over (kernels/nki/slots.py), and columns
+of a group of the QDQ."""
 ROUTING = 8192
 """Rows times experts per kernel call: 32 KiB of routing weights in every partition."""
 
@@ -103,11 +103,10 @@ class ExpertKernels:
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor, shared: Bank, arithmetic: "Arithmetic") -> bool:
     """Whether rows x [B, T, d] are decode in release numerics, and the laid-out weights are what the fused kernel takes."""
-    decode = arithmetic.rounds and arithmetic.quantize_activations and x.shape[1] <= arithmetic.exact_tokens
     w13, w2 = shared.w13.rows[0], shared.w2.rows[0]
-    halves, experts = all(one.shape[0] == CORES for one in (weight, w13, w2)), bias.shape[0]
-    if not decode or shared.whole or not halves or x.shape[2] % (CORES * PARTITIONS):
+    decode = arithmetic.quantize_activations and decodes(x, (weight, w13, w2), arithmetic)
+    if not decode or shared.whole or x.shape[2] % (CORES * PARTITIONS):
         return False
-    columns = columns_of(w13, x.shape[2]) // 2
+    experts, columns = bias.shape[0], columns_of(w13, x.shape[2]) // 2
     whole = experts % (CORES * SLOTS) == 0 and columns % GROUP == 0
     return whole and experts <= CORES * BANK and columns <= SLOTS * PARTITIONS

@@ -9,3 +9,5 @@ Launch = Callable[..., Any]
 
 PARTITIONS, BANK = 128, 512
 """Rows per kernel call; window rows and selected rows per kernel call (kernels/nki/split.py)."""
+CORES, MOST_ROWS = 2, 32
+"""Of a logical core: physical ones, which share weights that divide; rows per call of fused linears (kernels/nki/slots.py)."""

@@ -23,9 +23,7 @@ from ..moe import Router
 from .nki.experts_layout import exact_rows, pack, stack
 from .nki.linear_layout import pack as pack_linear
 from .nki.streams_layout import by_stream, fits, pack_streams
-
-CORES = 2
-"""Of the kernel of a sublayer's input: hidden sizes are even."""
+from .nki_launch import CORES
 
 
 def lay_out(model: nn.Module) -> None:
@@ -45,7 +43,7 @@ def lay_out(model: nn.Module) -> None:
 
 def as_linear(weight: Tensor) -> Tensor:
     """The linear kernel's operand of weight [n, k]."""
-    return pack_linear(weight, 1 if weight.shape[0] % 2 else 2)
+    return pack_linear(weight, 1 if weight.shape[0] % CORES else CORES)
 
 
 def _lay_out_streams(module: HyperConnection) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linears and the QDQ before them, and of caches, as launches of NKI kernels."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .nki_launch import PARTITIONS, Launch
+from .nki_launch import CORES, PARTITIONS, Launch
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
@@ -64,3 +65,8 @@ def columns_of(weight: Tensor, k: int) -> int:
     """n of a laid-out weight of contraction ``k``."""
     cores, _, width = weight.shape
     return cores * width // -(-k // PARTITIONS)
+
+
+def decodes(x: Tensor, weights: Sequence[Tensor], arithmetic: "Arithmetic") -> bool:
+    """Whether rows x [B, T, ...] are decode in release numerics, and every weight is laid out for both cores."""
+    return arithmetic.rounds and x.shape[1] <= arithmetic.exact_tokens and all(one.shape[0] == CORES for one in weights)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from .. import projections
 from ..projections import Part, Projected
-from .nki_launch import PARTITIONS, Launch
-from .nki_linear_ops import columns_of
+from .nki_launch import CORES, MOST_ROWS, PARTITIONS, Launch
+from .nki_linear_ops import columns_of, decodes
 
 if TYPE_CHECKING:
     from ..numerics import Arithmetic
 
-CORES, MOST_ROWS, MOST_OF_X = 2, 32, 3
-"""Of the fused kernels: cores, rows per call (kernels/nki/slots.py), and weights of x as it is."""
+MOST_OF_X = 3
+"""Weights of x as it is that ``query_projection`` takes."""
 SIDE_BY_SIDE = (2, 3)
 """Weights that ``linears`` takes."""
 
@@ -75,18 +75,13 @@ class ProjectionKernels:
     def quantised_linears(self, xs: Sequence[Tensor], weights: Sequence[Tensor], arithmetic: "Arithmetic") -> list[Tensor]:
         """projections.quantised_linears of laid-out weights: of two or three fused, a kernel call per 32 rows."""
         k = xs[0].shape[-1]
-        if len(weights) not in SIDE_BY_SIDE or not _decodes(xs[0], weights, arithmetic):
+        if len(weights) not in SIDE_BY_SIDE or not decodes(xs[0], weights, arithmetic):
             return projections.quantised_linears(xs, weights, arithmetic)
         options = {"columns": tuple(columns_of(weight, k) for weight in weights), "cores": CORES}
         options["quantize"] = arithmetic.quantize_activations
         rows = torch.stack(list(xs)).flatten(1, 2).bfloat16().split(MOST_ROWS, 1)
         found = [self._launch(self._linears, some, *weights, **options) for some in rows]
         return [torch.cat(part).float().unflatten(0, xs[0].shape[:2]) for part in zip(*found, strict=True)]
-
-
-def _decodes(x: Tensor, weights: Sequence[Tensor], arithmetic: "Arithmetic") -> bool:
-    """Whether rows x [B, T, ...] are decode in release numerics, and every weight is laid out for both cores."""
-    return arithmetic.rounds and x.shape[1] <= arithmetic.exact_tokens and all(one.shape[0] == CORES for one in weights)
 
 
 def _fits_slots(dim: int, rotary: int) -> bool:
@@ -97,4 +92,4 @@ def _fits_slots(dim: int, rotary: int) -> bool:
 def _fits(x: Tensor, k: int, low: int, weights: tuple[Tensor, ...], arithmetic: "Arithmetic") -> bool:
     """Whether rows x [B, T, ...] are decode in release numerics, and ``k`` inputs and ``low`` outputs fill whole tiles."""
     whole = k % PARTITIONS == 0 and low % (PARTITIONS * CORES) == 0
-    return whole and _decodes(x, weights, arithmetic)
+    return whole and decodes(x, weights, arithmetic)

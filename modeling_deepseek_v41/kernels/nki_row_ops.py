@@ -58,7 +58,10 @@ class RowKernels:
         self, x: Tensor, pre_mix: Tensor, fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor, rounds: int, eps: float,
         norm_eps: float, arithmetic: "Arithmetic",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """hyper_connections.sublayer_input of laid-out weights: one kernel call where fn's parts fit, else one by one."""
+        """hyper_connections.sublayer_input of laid-out weights: one kernel call where fn's parts fit, else one by one.
+
+        Where they fit, scale and base are [hc, 2 + hc] (nki_layout.py).
+        """
         if scale.dim() == 1:
             return hyper_connections.sublayer_input(x, pre_mix, fn, scale, base, weight, rounds, eps, norm_eps, arithmetic)
         rows, weights = (_rows(x, 2, arithmetic), pre_mix.flatten(0, 1)), (fn, scale, base, weight.unsqueeze(0))

@@ -18,7 +18,7 @@ from modeling_deepseek_v41.config import load_config
 from modeling_deepseek_v41.errors import RequestError
 from modeling_deepseek_v41.formats import qdq_fp4_e4m3, qdq_fp4_ue8m0, qdq_fp8
 from modeling_deepseek_v41.hyper_connections import HyperConnection
-from modeling_deepseek_v41.kernels import nki_attention_ops, nki_expert_ops, nki_launch, nki_projection_ops, nki_row_ops
+from modeling_deepseek_v41.kernels import nki_attention_ops, nki_expert_ops, nki_launch, nki_row_ops
 from modeling_deepseek_v41.kernels.dispatch import TORCH, operations
 from modeling_deepseek_v41.kernels.nki import activation_qdq, fold, slots, sparse_attention, split
 from modeling_deepseek_v41.kernels.nki_layout import as_linear
@@ -206,8 +206,7 @@ def test_candidate_blocks(blocks):
 def test_constants():
     """Those that the operations repeat, for they need no nki."""
     assert (nki_launch.PARTITIONS, nki_launch.BANK) == (split.PARTITIONS, split.BANK)
-    assert (nki_projection_ops.CORES, nki_projection_ops.MOST_ROWS) == (2, slots.MOST_ROWS)
-    assert (nki_expert_ops.CORES, nki_expert_ops.MOST_ROWS, nki_expert_ops.SLOTS) == (2, slots.MOST_ROWS, slots.SLOTS)
+    assert (nki_launch.MOST_ROWS, nki_expert_ops.SLOTS) == (slots.MOST_ROWS, slots.SLOTS)
     assert nki_expert_ops.GROUP == activation_qdq.GROUP
     assert nki_row_ops.DECODE_ROWS == 2 * fold.DECODE_ROWS
     assert nki_attention_ops.HIDDEN == sparse_attention.HIDDEN
