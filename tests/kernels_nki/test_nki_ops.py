@@ -66,6 +66,19 @@ def test_attend_block(dtype):
 
 
 @DTYPES
+def test_attention_of_an_inactive_row_reads_no_state(dtype):
+    """Slot 0 holds NaN; the inactive row's call says position 40."""
+    _, kernels = pair(dtype)
+    call = make_call(torch.tensor([40, 40]), torch.tensor([5, 5]), torch.tensor([-1, 1]), 5, 1024)
+    ring = normal(2, 30, 64).to(dtype)
+    ring[0] = torch.nan
+    q, kv = normal(2, 5, 2, 64, seed=1).to(dtype).float(), normal(2, 5, 64, seed=2).to(dtype)
+    rest = table(2, 5, 32), normal(2, seed=4), 16, State(["ring"], (ring,), call), kernels
+    assert kernels.ops.attend(q, kv, "ring", None, *rest).isfinite().all()
+    assert kernels.ops.attend_block(q, kv, "ring", *rest).isfinite().all()
+
+
+@DTYPES
 def test_index_scores_and_top_ascending(dtype):
     plain, kernels = pair(dtype)
     query, weights, keys = normal(3, 4, 32).to(dtype), normal(3, 4, seed=1).to(dtype), normal(2, 32, 600, seed=2).to(dtype)
