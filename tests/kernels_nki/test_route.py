@@ -73,9 +73,9 @@ def test_cost():
     trace = launch(normal(6, 384), normal(384), 6, cores=2).trace
     assert trace.counts(0) == {
         "activation": 6, "dma_copy": 4, "max8": 1, "memset": 1, "nc_find_index8": 1, "nc_n_gather": 1, "reciprocal": 1,
-        "scalar_tensor_tensor": 3, "tensor_copy_predicated": 1, "tensor_reduce": 1, "tensor_scalar": 4, "tensor_tensor": 2,
+        "scalar_tensor_tensor": 3, "tensor_copy_predicated": 1, "tensor_reduce": 1, "tensor_scalar": 5, "tensor_tensor": 2,
     }  # fmt: skip
-    assert trace.critical_path_us() == pytest.approx(12.5, abs=0.06)
+    assert trace.critical_path_us() == pytest.approx(12.6, abs=0.06)
 
 
 def test_lint():

@@ -55,7 +55,7 @@ def route_and_share(
         Per core: 2 IT K / (128 C) matmuls of up to 128 columns, K / 128 times the router's slots (slots_of) of 64 or more, and
         IT K / (128 C) of w2, of M. Bound: all bytes at 362.5 GB/s. Predicted for 6 rows of 5120, 384 experts and 288 columns,
         two cores: 25.7 us, 1.30 times the bound of 19.7, of which 1.4 us are the zeros that fill w2 up to 384 rows; VectorE is
-        busy for 5.5 us. In six launches 62.0 us and 9.1. 5 rows and 128 experts: 24.3 us, bound 16.0.
+        busy for 5.6 us. In six launches 62.0 us and 9.1. 5 rows and 128 experts: 24.4 us, bound 16.0.
     """
     check(x, gate, bias, w13, w2, columns, k)
     (rows, dim), experts, cores, core = x.shape, bias.shape[1], nl.num_programs(), nl.program_id()
