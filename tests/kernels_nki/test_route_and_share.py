@@ -8,7 +8,7 @@ from comparing import CORES, arithmetic, array, normal, tensor
 from nki_emulator import Result, lint, real_nki, run
 
 from modeling_deepseek_v41.experts import as_bank
-from modeling_deepseek_v41.kernels.nki import linear_layout, shared_expert, slots
+from modeling_deepseek_v41.kernels.nki import exchange, linear_layout, shared_expert, slots
 from modeling_deepseek_v41.kernels.nki import route_and_share as module
 from modeling_deepseek_v41.moe import route_and_share
 
@@ -136,6 +136,6 @@ def test_cost():
     assert trace.critical_path_us() == pytest.approx(24.4, abs=0.06)
 
 
-@pytest.mark.parametrize("source", [module, shared_expert, slots])
+@pytest.mark.parametrize("source", [module, exchange, shared_expert, slots])
 def test_lint(source):
     assert lint(source.__file__) == []
