@@ -65,7 +65,7 @@ def linear(
     if nl.program_id() * ((columns + nl.num_programs() - 1) // nl.num_programs()) >= columns:
         return out
     dtype = nl.float32 if weight.dtype == nl.float32 else nl.bfloat16
-    for start, count in tiles(rows, rows_per_pass(contraction, 1, 4 if dtype == nl.float32 else 2)):
+    for start, count in tiles(rows, rows_per_pass(contraction, 4 if dtype == nl.float32 else 2)):
         x_t_sb = turned_rows(x[start : start + count], dtype, quantize)
         store(project(out[start : start + count], x_t_sb, weight, contraction, scale))
     return out

@@ -37,10 +37,10 @@ def check_weight(weight: nl.NkiTensor, contraction: int, columns: int) -> None:
     assert weight.shape == shape, f"weight: expected {shape} for {contraction} x {columns}, found {weight.shape}"
 
 
-def rows_per_pass(contraction: int, inputs: int = 1, size: int = 2) -> int:
-    """How many rows meet a weight while it is read once: whole 128s, whose ``inputs`` forms as columns COLUMN_BYTES hold."""
+def rows_per_pass(contraction: int, size: int = 2) -> int:
+    """How many rows meet a weight while it is read once: whole 128s, which as columns of ``size`` bytes COLUMN_BYTES hold."""
     k_tiles = (contraction + PARTITIONS - 1) // PARTITIONS
-    return PARTITIONS * max(min(ROW_TILES, COLUMN_BYTES // (k_tiles * PARTITIONS * size * inputs)), 1)
+    return PARTITIONS * max(min(ROW_TILES, COLUMN_BYTES // (k_tiles * PARTITIONS * size)), 1)
 
 
 def turned_rows(x: nl.NkiTensor, dtype: str, quantize: bool) -> nl.NkiTensor:

@@ -8,11 +8,11 @@ import nki.language as nl
 from .activation_qdq import GROUP, qdq
 from .exchange import exchange
 from .fold import folded, folds, load
-from .linear_stream import store, turn
+from .linear_stream import store, turn_chunk
 from .route import EIGHT, choose, score
 from .shared_expert import down, hidden
 from .slots import MOST_ROWS, SLOTS, between_zeros, fill, gather_slots, identity, slot_products, slots_of, turn_slots
-from .split import BANK, PARTITIONS, tiles
+from .split import BANK, PARTITIONS
 
 
 @nki.jit
@@ -116,25 +116,17 @@ def both_forms(x: nl.NkiTensor, slots: int, router_slots: int) -> tuple[nl.NkiTe
     xq_wide_sb, x_wide_sb = between_zeros(k_tiles, slots), between_zeros(dim // PARTITIONS, router_slots)
     x_t_sb = nl.ndarray((PARTITIONS, dim // PARTITIONS, rows), nl.bfloat16, buffer=nl.sbuf)
     here = x_t_sb[:, core * k_tiles : (core + 1) * k_tiles]
-    turn_folded(here, x_sb, fold)
+    turn_chunk(here, x_sb, 0, fold)
     if nl.num_programs() > 1:
         exchange(here, x_t_sb[:, (1 - core) * k_tiles : (2 - core) * k_tiles], 0)
     xq_sb = nl.ndarray(x_sb.shape, nl.bfloat16, buffer=nl.sbuf)
     groups = x_sb.shape[1] // GROUP
     qdq(xq_sb.reshape_dim(1, (groups, GROUP)), x_sb.reshape_dim(1, (groups, GROUP)))
     xq_t_sb = nl.ndarray((PARTITIONS, k_tiles, rows), nl.bfloat16, buffer=nl.sbuf)
-    turn_folded(xq_t_sb, xq_sb, fold)
+    turn_chunk(xq_t_sb, xq_sb, 0, fold)
     fill(xq_wide_sb, xq_t_sb, slots)
     fill(x_wide_sb, x_t_sb, router_slots)
     return xq_sb, xq_wide_sb, x_wide_sb
-
-
-def turn_folded(x_t_sb: nl.NkiTensor, x_sb: nl.NkiTensor, fold: int) -> None:
-    """x_t_sb [128, KT, M] of x_sb [J M, K / J]."""
-    _, k_tiles, rows = x_t_sb.shape
-    each = k_tiles // fold
-    for t, n in tiles(each, 1024 // (fold * rows)):
-        turn(x_t_sb.reshape_dim(1, (fold, each)), x_sb, 0, t, n, PARTITIONS, fold)
 
 
 def shares(k_tiles: int) -> list:
